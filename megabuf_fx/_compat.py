@@ -1,0 +1,241 @@
+"""Every private torch name that the project uses. Checked on torch 2.11.0, 2.13.0 and 2.14.1.
+
+Inductor is imported inside functions: importing it takes a second that users of the eager path need not pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+InnerCompile = Callable[..., Callable[..., Any]]
+
+# Autograd engine: valid while a backward runs on this thread.
+
+
+def current_autograd_node() -> Any:
+    """The node that autograd executes now."""
+    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+
+
+def current_backward_id() -> int:
+    """Number of the running autograd pass (graph task), -1 outside one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was asked to keep its graph (``retain_graph`` or ``create_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+
+
+def will_accumulate(accumulate_grad: Any) -> bool:
+    """Whether the running backward will execute this AccumulateGrad node.
+
+    False under ``torch.autograd.grad`` and for parameters left out of ``backward(inputs=...)``. For a parameter that
+    ``autograd.grad`` captures, torch raises; that too means that nothing is accumulated.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulate_grad))
+    except RuntimeError:
+        return False
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward ends without error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_compiled_autograd_enabled() -> bool:
+    from torch._dynamo import compiled_autograd
+
+    return bool(
+        getattr(torch._dynamo.config, "compiled_autograd", False)
+        or getattr(compiled_autograd, "compiled_autograd_enabled", False)
+    )
+
+
+# Tensors and modes.
+
+
+def is_subclass_tensor(tensor: Tensor) -> bool:
+    """Whether AOTAutograd would unwrap this tensor (DTensor and its like)."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Leave fake and dispatch modes, so that tensors made inside a compilation are real."""
+    return cast("contextlib.AbstractContextManager[Any]", _disable_current_modes())
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Timeout of a process group, None when its backend does not tell."""
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError):
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            timeout = getattr(options, "_timeout", None)
+            if isinstance(timeout, timedelta):
+                return timeout
+    return None
+
+
+# Dynamo.
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile(module)``; any other module itself."""
+    from torch._dynamo import OptimizedModule
+
+    return cast("nn.Module", model._orig_mod) if isinstance(model, OptimizedModule) else model
+
+
+def find_root_modules(gm: GraphModule) -> list[nn.Module]:
+    """The outermost modules through which the traced code reaches the trainable parameters of ``gm``.
+
+    Read from the sources of the graph's inputs, in the frame that Dynamo is compiling.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    root = InstructionTranslator.current_tx().output.root_tx
+    scope = {"L": root.f_locals, "G": root.f_globals}
+    found: dict[int, nn.Module] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        example = getattr(argument, "example", None) if argument is not None else None
+        if not isinstance(example, nn.Parameter) or not example.requires_grad:
+            continue
+        module = _outermost_module(argument.source, scope)
+        if module is not None:
+            found[id(module)] = module
+    return list(found.values())
+
+
+def _outermost_module(source: Any, scope: dict[str, Any]) -> nn.Module | None:
+    chain = [source]
+    while getattr(chain[-1], "base", None) is not None:
+        chain.append(chain[-1].base)
+    for link in reversed(chain):
+        name = link.name() if callable(link.name) else link.name
+        try:
+            value = eval(name, dict(scope))  # noqa: S307 - Dynamo's own accessor expressions
+        except Exception:
+            continue
+        value = getattr(value, "__self__", value)
+        if isinstance(value, nn.Module):
+            return value
+    return None
+
+
+# AOTAutograd and Inductor.
+
+
+def compile_with_aot_autograd(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    inner_compile: InnerCompile,
+    inductor_options: Mapping[str, Any],
+    use_decompositions: bool,
+) -> Callable[..., Any]:
+    """Trace, partition and compile as the Inductor backend does, with ``inner_compile`` in place of Inductor's own.
+
+    The AOTAutograd cache cannot store what ``inner_compile`` returns, so it is off in here and nowhere else.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return cast(
+            "Callable[..., Any]",
+            compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=cast("Any", inner_compile),
+                config_patches=dict(inductor_options),
+                decompositions=None if use_decompositions else {},
+            ),
+        )
+
+
+def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor on one graph after AOTAutograd."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return cast("Callable[..., Any]", compile_fx_inner(gm, list(example_inputs), **kwargs))
+
+
+def keep_graph_order() -> contextlib.AbstractContextManager[Any]:
+    """Stop Inductor from delaying collectives: ``reorder_for_peak_memory`` was seen to move one behind the next GEMM."""
+    from torch._inductor import config
+
+    return cast("contextlib.AbstractContextManager[Any]", config.patch(reorder_for_peak_memory=False))
+
+
+def inductor_option_names() -> list[str]:
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """What ``torch.compile(mode=...)`` means to Inductor.
+
+    Raises:
+        RuntimeError: unknown mode (from torch).
+    """
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+class CompileEnvironment:
+    """What surrounds one call of an inner compiler, to compile a further variant of the same graph later.
+
+    Without it a late variant would lose the donated buffers (from the tracing context) and the user's Inductor options.
+    """
+
+    def __init__(self) -> None:
+        from torch._guards import CompileContext, TracingContext
+        from torch._inductor import config
+
+        self._tracing = TracingContext.try_get()
+        self._compile = CompileContext.try_get()
+        self._config = config.get_config_copy()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        from torch._dynamo import compiled_autograd
+        from torch._guards import compile_context, tracing
+        from torch._inductor import config
+        from torch._inductor.virtualized import V
+
+        current = config.get_config_copy()
+        changed = {key: value for key, value in self._config.items() if not _is_same(current.get(key), value)}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(tracing(self._tracing))
+            stack.enter_context(compile_context(self._compile))
+            stack.enter_context(compiled_autograd._disable())
+            if self._tracing is not None and self._tracing.fake_mode is not None:
+                stack.enter_context(V.set_fake_mode(self._tracing.fake_mode))
+            if changed:
+                stack.enter_context(config.patch(changed))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C._DisableAutocast())
+            yield
+
+
+def _is_same(left: object, right: object) -> bool:
+    if left is right:
+        return True
+    try:
+        return bool(left == right)
+    except Exception:
+        return False

@@ -1,0 +1,136 @@
+"""``torch.compile(model, backend="megabuf")``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from megabuf_fx import _compat
+from megabuf_fx.config import MegabufConfig, suggest
+from megabuf_fx.handle import MegabufHandle, attach, find_handles
+from megabuf_fx.traced_graph import TracedGraph
+
+log = logging.getLogger("megabuf_fx.backend")
+
+_GRAPH_NUMBERS = itertools.count()
+
+
+def megabuf(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend: compiles one Dynamo graph so that its gradients go into the buffers of attached models.
+
+    ``options`` holds fields of ``MegabufConfig`` (for a model that nobody attached: it is then attached without the
+    distributed optimizer) and options of the Inductor backend; ``mode`` is Inductor's.
+
+    Raises:
+        ValueError: unknown option; options of an attached model that differ from its config.
+        RuntimeError: trainable parameters that belong to no attached model and not to one root module.
+        NotImplementedError: compiled autograd, CUDA graph modes, tensor subclasses.
+    """
+    if _compat.is_compiled_autograd_enabled():
+        raise NotImplementedError(
+            "backend='megabuf' writes gradients inside the compiled backward and cannot run under compiled autograd; "
+            "turn it off (torch._dynamo.config.compiled_autograd = False)"
+        )
+    ours, inductor_options = split_options(mode, options)
+    _refuse_inputs(gm, example_inputs)
+    handles = _find_or_attach(gm, example_inputs, ours)
+    config = handles[0].config if handles else MegabufConfig(**{**ours, "use_distributed_optimizer": False})
+    graph = TracedGraph(
+        example_inputs,
+        number=next(_GRAPH_NUMBERS),
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        inner_compiler=config.inner_compiler,
+        fuse=config.gradient_accumulation_fusion,
+        dump_dir=config.dump_dir,
+    )
+    compiled = _compat.compile_with_aot_autograd(
+        gm,
+        example_inputs,
+        inner_compile=graph.inner_compile,
+        inductor_options=inductor_options,
+        use_decompositions=config.inner_compiler == "inductor",
+    )
+    return graph.wrap(compiled)
+
+
+def split_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of ours and options of Inductor (those of ``mode`` included).
+
+    Raises:
+        ValueError: a name that neither knows; the message suggests a near one.
+    """
+    known = [field.name for field in dataclasses.fields(MegabufConfig)]
+    inductor_names = _compat.inductor_option_names()
+    ours: dict[str, Any] = {}
+    inductor: dict[str, Any] = dict(_compat.inductor_mode_options(mode)) if mode and mode != "default" else {}
+    for name, value in (options or {}).items():
+        inductor_name = name.replace("-", "_")
+        if name in known:
+            ours[name] = value
+        elif inductor_name in inductor_names:
+            inductor[inductor_name] = value
+        else:
+            raise ValueError(f"unknown option '{name}' of backend 'megabuf'{suggest(name, known)}")
+    if inductor.get("triton.cudagraphs"):
+        raise NotImplementedError(
+            f"mode={mode!r} with options={dict(options or {})!r} turns on CUDA graphs, which backend 'megabuf' does not "
+            "support yet; use mode='max-autotune-no-cudagraphs' or mode=None"
+        )
+    return ours, inductor
+
+
+def _refuse_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    if any(True for _ in gm.parameters()):
+        raise NotImplementedError(
+            "the traced graph holds parameters instead of taking them as inputs "
+            "(torch._dynamo.config.inline_inbuilt_nn_modules is off); turn it on"
+        )
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    for name, value in zip(names, example_inputs):
+        if isinstance(value, nn.Parameter) and _compat.is_subclass_tensor(value):
+            raise NotImplementedError(
+                f"parameter input '{name}' is a {type(value.data).__name__}; tensor-subclass parameters "
+                "(DTensor, FSDP2, quantized) are not supported by backend 'megabuf'"
+            )
+
+
+def _find_or_attach(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
+) -> list[MegabufHandle]:
+    """Handles of the attached models whose parameters the graph uses; attaches the root of an unattached one."""
+    trainable = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.requires_grad]
+    handles = find_handles(trainable)
+    if handles:
+        for name, value in options.items():
+            if getattr(handles[0].config, name) != value:
+                raise ValueError(
+                    f"option {name}={value!r} differs from {getattr(handles[0].config, name)!r} with which the model was "
+                    "attached; pass it to attach(model, MegabufConfig(...)) instead"
+                )
+        return handles
+    if not trainable:
+        return []
+    roots = _compat.find_root_modules(gm)
+    if len(roots) != 1:
+        raise RuntimeError(
+            f"the compiled function uses trainable parameters of {len(roots)} modules "
+            f"({', '.join(type(root).__name__ for root in roots) or 'none found'}), so it is not clear which one to "
+            "attach; call megabuf_fx.attach(model) on each model before compiling"
+        )
+    config = MegabufConfig(**{"use_distributed_optimizer": False, **options})
+    log.info("attaching %s, the root module of the first compiled graph", type(roots[0]).__name__)
+    with _compat.real_tensors():
+        return [attach(roots[0], config)]

@@ -1,0 +1,329 @@
+"""``attach``: give a model its buffers, and the handle that the training loop uses.
+
+[Note: hooks]
+Hooks are plain functions on modules and on AccumulateGrad nodes. They are the eager path, Megatron's own mechanism, and
+they catch every gradient that a graph break leaves outside a graph. Module hooks return at once while Dynamo traces
+them. They hold the handle, so buffers live as long as the model; a deep copy of the model copies the functions but not
+the handle, and a hook called for a module that is not its own does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megabuf_fx import _compat
+from megabuf_fx.checks import check_model, compare_ranks
+from megabuf_fx.config import MegabufConfig
+from megabuf_fx.report import bucket_table
+from megabuf_fx.runtime.collectives import make_comm
+from megabuf_fx.runtime.flags import spec_of
+from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.ops import live_targets
+from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
+
+log = logging.getLogger("megabuf_fx.handle")
+
+
+class MegabufHandle:
+    """Contiguous buffers of one model. Made by ``attach``.
+
+    ``model`` is the attached module, ``config`` the effective configuration, ``plan`` the layout and bucket groups.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: MegabufConfig, plan: BucketPlan, buffers: ModelBuffers
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.plan = plan
+        self.buffers = buffers
+        self._ended_backward = -1
+        self._hooks: list[Any] = []
+        self._add_hooks()
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.plan.dp_size
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing: for all micro-batches of a step but the last. Read when backward runs."""
+        self.buffers.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self.buffers.no_sync_depth -= 1
+
+    def finish_grad_sync(self) -> None:
+        """Reduce whatever is not reduced yet and wait. Called by ``DistributedOptimizer``; harmless to repeat.
+
+        Raises:
+            RuntimeError: the handle was detached or the process group destroyed.
+        """
+        self._check_usable()
+        self.buffers.finish_grad_sync()
+        if not self.plan.sharded:
+            self._publish_grads()
+
+    def zero_grad(self) -> None:
+        """Begin a new step: the next gradients overwrite. Nothing is zeroed."""
+        self.buffers.reset()
+        for param in self.buffers.params:
+            param.grad = None
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all of ``grad_data``, for example by one over the number of tokens."""
+        for buffer in self.buffers.buffers:
+            buffer.grad_data.mul_(factor)
+
+    def sync_params(self) -> None:
+        """Make every parameter current; needed before raw reads between ``step`` and the next forward with
+        ``overlap_param_gather``. Every rank must call it."""
+        self.buffers.sync_params()
+
+    def bucket_table(self) -> str:
+        """A table of buckets; trigger nodes are known once a synchronizing backward was compiled."""
+        return bucket_table(self.plan, self.buffers.boundaries)
+
+    def detach(self) -> None:
+        """Undo ``attach``: parameters get storage of their own, hooks and communicators go. Every rank must call it."""
+        self._check_usable()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.buffers.close()
+
+    def check_synchronized(self) -> None:
+        """Raise when the last backward ran under ``no_sync``: its gradients were not reduced."""
+        self._check_usable()
+        if self.buffers.state.is_unsynced:
+            raise RuntimeError(
+                "step with gradients that were not reduced: the last backward ran under no_sync(). Run the last "
+                "micro-batch outside of it, or call buf.finish_grad_sync() first"
+            )
+
+    # [Note: hooks]
+
+    def _add_hooks(self) -> None:
+        self.buffers.owner = weakref.ref(self)
+        for index, node in enumerate(self.buffers.accumulate_nodes):
+            self._hooks.append(node.register_hook(_accumulate_hook(weakref.ref(self), index)))
+        for module in self.model.modules():
+            indices = [self.buffers.index_of(p) for p in module.parameters(recurse=False)]
+            groups = sorted({self.buffers.group_of[i] for i in indices if i is not None}, reverse=True)
+            # The root's hook is always there: it is what keeps the handle alive as long as the model.
+            if module is self.model or (groups and self.config.overlap_param_gather):
+                self._hooks.append(module.register_forward_pre_hook(_forward_hook(self, module, groups)))
+        self._hooks.append(self.model.register_state_dict_pre_hook(_state_dict_hook(self, self.model)))
+
+    def _after_accumulate(self, index: int) -> None:
+        backward_id = _compat.current_backward_id()
+        self.buffers.enter_backward(backward_id)
+        self.buffers.after_accumulate(index)
+        if not self.plan.sharded and self._ended_backward != backward_id:
+            # As DDP: gradients are reduced when backward returns, so any optimizer finds them in .grad.
+            self._ended_backward = backward_id
+            _compat.queue_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self.buffers.no_sync_depth:
+            return
+        self.buffers.finish_grad_sync()
+        self._publish_grads()
+
+    def _publish_grads(self) -> None:
+        for param, main_grad, written in zip(
+            self.buffers.params, self.buffers.main_grads, self.buffers.state.written
+        ):
+            if written:
+                param.grad = main_grad
+        self.buffers.reopen()
+
+    def _check_usable(self) -> None:
+        if self.buffers.is_closed:
+            raise RuntimeError("this handle was detached; attach the model again")
+        self.buffers.reducer.comm.check_alive()
+
+
+def _accumulate_hook(owner: weakref.ref[MegabufHandle], index: int) -> Callable[..., None]:
+    # Weak, because an autograd node is invisible to the garbage collector and would keep the buffers for ever.
+    def hook(*unused: object) -> None:
+        handle = owner()
+        if handle is not None:
+            handle._after_accumulate(index)
+
+    return hook
+
+
+def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is own and not handle.buffers.is_closed:
+            handle.buffers.before_forward()
+            for group in groups:
+                handle.buffers.wait_param_sync(group)
+
+    return hook
+
+
+def _state_dict_hook(handle: MegabufHandle, own: nn.Module) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if module is own and not handle.buffers.is_closed:
+            handle.buffers.sync_params()
+
+    return hook
+
+
+def attach(
+    model: nn.Module,
+    config: MegabufConfig | None = None,
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> MegabufHandle:
+    """Move the trainable parameters' gradients (and, sharded, their values) into contiguous buffers.
+
+    Collective: every rank of ``process_group`` (default: the world) must call it with an equal model and config. Without
+    an initialized process group the model trains alone.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``config`` no ``MegabufConfig``.
+        ValueError: no trainable parameters, complex ones, several devices, attached twice, a rank outside of the group,
+            or ranks that differ; the message names the first difference.
+        NotImplementedError: models wrapped by DDP or FSDP2, tensor-subclass or meta parameters.
+        RuntimeError: several processes were started but ``torch.distributed`` is not initialized.
+    """
+    model = _compat.unwrap_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    config = MegabufConfig() if config is None else config
+    if not isinstance(config, MegabufConfig):
+        raise TypeError(f"config must be a MegabufConfig, got {type(config).__name__}")
+    config = config.with_environment()
+    group = _resolve_group(process_group)
+    timeout = _compat.group_timeout(group) if group is not None else None
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    problem: str | None = None
+    error: Exception | None = None
+    specs: list[ParamSpec] = []
+    try:
+        check_model(model, named, config, [handle.buffers for handle in live_handles()])
+        specs = [spec_of(name, param) for name, param in named]
+    except (ValueError, NotImplementedError) as caught:
+        # A rank whose model is refused tells the others first, so that none of them waits.
+        problem, error = str(caught), caught
+    comm = make_comm(group, name="megabuf_attach", timeout=timeout)
+    try:
+        compare_ranks(comm, problem, error, specs, config)
+        if config.init_sync:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                comm.broadcast(tensor.detach())
+    finally:
+        comm.close()
+    return _build(model, config, group, timeout, specs, [param for _, param in named])
+
+
+def _build(
+    model: nn.Module,
+    config: MegabufConfig,
+    group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
+    specs: Sequence[ParamSpec],
+    params: Sequence[nn.Parameter],
+) -> MegabufHandle:
+    grad_comm = make_comm(group, name="megabuf_gradients", timeout=timeout)
+    param_comm = make_comm(group, name="megabuf_parameters", timeout=timeout)
+    plan = plan_buckets(
+        specs,
+        dp_size=grad_comm.size,
+        sharded=config.use_distributed_optimizer,
+        bucket_size=resolve_bucket_size(
+            bucket_size=config.bucket_size,
+            num_buckets=config.num_buckets,
+            numel=sum(spec.numel for spec in specs),
+            dp_size=grad_comm.size,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+        ),
+        grad_reduce_in_fp32=config.grad_reduce_in_fp32,
+        dense=config.dense_layout,
+        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+    )
+    # Semantics of Megatron's gradient scaling, dense parameters: average unless the caller divides by tokens.
+    is_prescaled = not (config.average_in_collective or config.calculate_per_token_loss)
+    buffers = ModelBuffers(
+        plan,
+        params,
+        grad_comm=grad_comm,
+        param_comm=param_comm,
+        scale=1.0 / grad_comm.size if is_prescaled else 1.0,
+        average=config.average_in_collective,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+    )
+    log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
+    return MegabufHandle(model, config, plan, buffers)
+
+
+def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group meant, None for a single process."""
+    if process_group is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; call "
+                "torch.distributed.init_process_group() before attach, or each process would train alone"
+            )
+        return None
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a {process_group.ndim}-dimensional DeviceMesh {process_group}; pass the data-parallel "
+                "axis, for example mesh['dp']"
+            )
+        return process_group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group must be a ProcessGroup or DeviceMesh of which this rank is a member, got {process_group!r}"
+        )
+    return process_group
+
+
+def live_handles() -> list[MegabufHandle]:
+    """Handles of all attached models, oldest first."""
+    owners = [target.owner() for _, target in live_targets() if isinstance(target, ModelBuffers)]
+    return [owner for owner in owners if isinstance(owner, MegabufHandle)]
+
+
+def find_handles(params: Sequence[nn.Parameter]) -> list[MegabufHandle]:
+    """Handles to which at least one of ``params`` belongs."""
+    return [h for h in live_handles() if any(h.buffers.index_of(param) is not None for param in params)]
+
+
+def handle(model: nn.Module) -> MegabufHandle:
+    """The handle of an attached model, also of one that the backend attached by itself.
+
+    Raises:
+        ValueError: the model is not attached (without ``attach``, it is once its first compiled forward has run).
+    """
+    model = _compat.unwrap_compiled(model)
+    for candidate in live_handles():
+        if candidate.model is model:
+            return candidate
+    raise ValueError(
+        f"{type(model).__name__} is not attached; call attach(model), or run one forward of "
+        'torch.compile(model, backend="megabuf") first'
+    )

@@ -1,0 +1,241 @@
+"""``DistributedOptimizer``: any elementwise ``torch.optim`` optimizer on this rank's shards (ZeRO-1).
+
+[Note: runs]
+A rank owns ``1/dp`` of every bucket by elements. Neighbouring parameters of one param group, without padding between
+them, form a *run*; the inner optimizer sees few long runs instead of many small tensors. Elementwise updates do not
+care where one parameter ends, so results are those of the same optimizer on whole parameters. Padding is in no run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.runtime.shards import compute_shard_ranges
+
+_NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+
+
+class Run(NamedTuple):
+    """A stretch of this rank's shards that one param group owns: all fields 1-D of equal length."""
+
+    master: nn.Parameter
+    """What the inner optimizer updates: fp32; for fp32 parameters a view of ``param_data``."""
+    grad: Tensor
+    """View of ``grad_data``."""
+    param: Tensor
+    """View of ``param_data``."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Sharded optimizer over the parameters of one attached model.
+
+    A ``torch.optim.Optimizer``: ``param_groups`` hold the model's parameters, schedulers work on them, and every
+    hyper-parameter is passed on to the inner optimizer at each step.
+
+    Args:
+        params: parameters or param groups of an attached model.
+        optimizer_class: an elementwise ``torch.optim`` class (AdamW, Adam, SGD, ...).
+        defaults: keyword arguments of ``optimizer_class``.
+
+    Raises:
+        ValueError: parameters that are not attached, or of several models; an optimizer that is not elementwise.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        **defaults: Any,
+    ) -> None:
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        if name in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{name} looks at whole parameters, but shards cut them; use an elementwise optimizer such as AdamW"
+            )
+        groups = _as_groups(params)
+        self.handle = _find_handle(groups)
+        self._runs = [_make_runs(self.handle, group["params"]) for group in groups]
+        inner_groups = [
+            {**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)
+        ]
+        self.inner = optimizer_class(inner_groups, **defaults)
+        super().__init__(groups, self.inner.defaults)
+        self.handle.buffers.sync_params()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only during construction: shards are cut by param group.
+
+        Raises:
+            NotImplementedError: called later.
+        """
+        if len(self.param_groups) >= len(self._runs):
+            raise NotImplementedError("add_param_group after construction: build a new DistributedOptimizer instead")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a new step. Nothing is zeroed: the next gradients overwrite, whatever ``set_to_none`` says."""
+        self.handle.zero_grad()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale this rank's gradient shards so that the norm over all ranks is at most ``max_norm``.
+
+        Padding is excluded; one reduction. The coefficient is ``max_norm / (norm + 1e-6)``, applied when below one
+        (Megatron ``clip_grad_by_total_norm_fp32``).
+
+        Returns:
+            The norm before clipping, 0-dim fp32, equal on all ranks.
+        """
+        self._synchronize()
+        grads = [run.grad for runs in self._runs for run in runs]
+        total = self._total_norm(grads, norm_type)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if grads:
+            torch._foreach_mul_(grads, coefficient)
+        return total
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Finish reductions, update this rank's shards and gather parameters (or leave that to the next forward).
+
+        Raises:
+            RuntimeError: the last backward ran under ``no_sync``, so its gradients are not reduced.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._synchronize()
+        buffers = self.handle.buffers
+        buffers.sync_params()
+        for outer, inner, runs in zip(self.param_groups, self.inner.param_groups, self._runs):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+            for run in runs:
+                # fp32 gradients are aliased, not copied.
+                run.master.grad = run.grad.to(run.master.dtype)
+        self.inner.step()
+        for runs in self._runs:
+            for run in runs:
+                run.master.grad = None
+                if run.master.data_ptr() != run.param.data_ptr():
+                    run.param.copy_(run.master)
+        if buffers.gatherer is not None:
+            buffers.gatherer.mark_stale()
+            if not self.handle.config.overlap_param_gather:
+                buffers.sync_params()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Rank-local state: that of this rank's runs, with their masters. Loads under the same plan and rank only."""
+        return {
+            "plan_digest": self.handle.plan.digest,
+            "dp_rank": self.handle.buffers.reducer.comm.rank,
+            "inner": self.inner.state_dict(),
+            "masters": [run.master.detach() for runs in self._runs for run in runs],
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what ``state_dict`` of the same rank under the same plan returned.
+
+        Raises:
+            ValueError: another plan (model, bucket size, world size) or another rank.
+        """
+        expected = (self.handle.plan.digest, self.handle.buffers.reducer.comm.rank)
+        found = (state_dict["plan_digest"], state_dict["dp_rank"])
+        if expected != found:
+            raise ValueError(
+                f"optimizer state of plan {found[0][:12]} rank {found[1]} does not fit plan {expected[0][:12]} rank "
+                f"{expected[1]}; rank-local state needs the same model, bucket size and world size"
+            )
+        self.inner.load_state_dict(state_dict["inner"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group.update(saved)
+        masters = iter(state_dict["masters"])
+        with torch.no_grad():
+            for runs in self._runs:
+                for run in runs:
+                    run.master.copy_(next(masters))
+                    if run.master.data_ptr() != run.param.data_ptr():
+                        run.param.copy_(run.master)
+        gatherer = self.handle.buffers.gatherer
+        if gatherer is not None:
+            gatherer.wait_all()
+            gatherer.mark_stale()
+            gatherer.wait_all()
+
+    def _synchronize(self) -> None:
+        self.handle.check_synchronized()
+        self.handle.finish_grad_sync()
+
+    def _total_norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
+        device = self.handle.buffers.token.device
+        norms = torch._foreach_norm([grad.float() for grad in grads], norm_type) if grads else ()
+        local = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        comm = self.handle.buffers.reducer.comm
+        if norm_type == float("inf"):
+            return comm.reduce_scalar(local.max(), maximum=True)
+        return comm.reduce_scalar(local.pow(norm_type).sum(), maximum=False).pow(1.0 / norm_type)
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    items = list(params)
+    if not items:
+        raise ValueError("optimizer got an empty parameter list")
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    groups = []
+    for item in items:
+        members = item["params"]
+        groups.append({**item, "params": [members] if isinstance(members, Tensor) else list(members)})
+    return groups
+
+
+def _find_handle(groups: list[dict[str, Any]]) -> MegabufHandle:
+    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    handles = find_handles(params)
+    if not handles:
+        raise ValueError("these parameters are not attached; call megabuf_fx.attach(model) before the optimizer is built")
+    if len(handles) > 1:
+        raise ValueError(f"these parameters belong to {len(handles)} attached models; build one optimizer for each")
+    (handle,) = handles
+    if not handle.plan.sharded:
+        raise ValueError(
+            "DistributedOptimizer needs a model attached with use_distributed_optimizer=True; without it use "
+            "torch.optim directly: .grad is the buffer"
+        )
+    for param in params:
+        if handle.buffers.index_of(param) is None:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} belongs to no attached model")
+    return handle
+
+
+def _make_runs(handle: MegabufHandle, params: Iterable[nn.Parameter]) -> list[Run]:
+    """The runs of one param group on this rank, in buffer order."""
+    buffers = handle.buffers
+    members = {index for param in params if (index := buffers.index_of(param)) is not None}
+    comm = buffers.reducer.comm
+    runs = []
+    for buffer in buffers.buffers:
+        spans: list[tuple[int, int]] = []
+        for piece in compute_shard_ranges(buffer.layout, dp_size=comm.size, dp_rank=comm.rank):
+            if piece.param not in members:
+                continue
+            if spans and spans[-1][1] == piece.start:
+                spans[-1] = (spans[-1][0], piece.end)
+            else:
+                spans.append((piece.start, piece.end))
+        for start, end in spans:
+            if buffer.param_data is None:
+                raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
+            param = buffer.param_data[start:end]
+            master = param if param.dtype == torch.float32 else param.float()
+            runs.append(Run(nn.Parameter(master), buffer.grad_data[start:end], param))
+    return runs

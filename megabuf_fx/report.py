@@ -1,0 +1,110 @@
+"""Tables and JSON of layout, buckets and boundaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.fx import GraphModule, Node
+
+from megabuf_fx.passes.graph_utils import written_param
+from megabuf_fx.runtime.ops import start_grad_sync
+from megabuf_fx.runtime.plan import BucketPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where a graph starts the reduction of a bucket group."""
+
+    handle: int
+    group: int
+    trigger: str
+    """Name of the node whose write completes the group."""
+    trigger_op: str
+    source: str
+    """Last line of the user's code that the trigger comes from, empty if unknown."""
+
+
+def find_boundaries(gm: GraphModule) -> tuple[Boundary, ...]:
+    """The launches of a final backward graph, in order, each with the node that triggers it."""
+    found = []
+    last_write: dict[tuple[int, int], Node] = {}
+    previous: Node | None = None
+    for node in gm.graph.nodes:
+        param = written_param(node)
+        if param is not None:
+            last_write[param.key] = previous = node
+        if node.target is start_grad_sync:
+            # args: (main_grads, token, handle, group)
+            key = (int(node.args[2]), int(node.args[3]))
+            trigger = last_write.get(key) or previous or node
+            found.append(Boundary(*key, trigger.name, str(trigger.target), _source_line(trigger)))
+    return tuple(found)
+
+
+def _source_line(node: Node) -> str:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def bucket_table(plan: BucketPlan, boundaries: Mapping[int, Boundary]) -> str:
+    """One row per bucket. ``boundaries`` maps bucket group to where its reduction starts inside a compiled graph;
+    groups without one are started by the host."""
+    collective = "reduce_scatter" if plan.sharded else "all_reduce"
+    rows = []
+    for index, group in enumerate(plan.groups):
+        names = [plan.params[param].name for param in group.params]
+        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        elements = sum(plan.params[param].numel for param in group.params)
+        padding = sum(bucket.numel for bucket in group.buckets) - elements
+        key = plan.layouts[group.buckets[0].buffer].key
+        dtype = str(key.grad_dtype).removeprefix("torch.")
+        boundary = boundaries.get(index)
+        trigger = f"{boundary.trigger} [{boundary.trigger_op}]" if boundary else "host, after backward"
+        rows.append((index, shown, elements, padding, trigger, f"{collective} {dtype}"))
+    headers = ("bucket", "parameters", "elements", "padding", "trigger node", "collective")
+    return str(tabulate(rows, headers=headers, tablefmt="simple", intfmt=","))
+
+
+def plan_as_json(plan: BucketPlan) -> dict[str, Any]:
+    """Layout and bucket groups; positions in elements."""
+    return {
+        "digest": plan.digest,
+        "dp_size": plan.dp_size,
+        "sharded": plan.sharded,
+        "buffers": [
+            {
+                **{key: _plain(value) for key, value in dataclasses.asdict(layout.key).items()},
+                "numel": layout.numel,
+                "numel_unpadded": layout.numel_unpadded,
+                "params": [
+                    {
+                        "name": plan.params[param].name,
+                        "shape": list(plan.params[param].shape),
+                        "start": slot.start,
+                        "end": slot.end,
+                        "bucket": slot.bucket,
+                    }
+                    for param, slot in zip(layout.params, layout.slots)
+                ],
+                "buckets": [list(bucket) for bucket in layout.buckets],
+            }
+            for layout in plan.layouts
+        ],
+        "groups": [
+            [{"buffer": b.buffer, "bucket": b.index, "start": b.start, "end": b.end} for b in group.buckets]
+            for group in plan.groups
+        ],
+    }
+
+
+def boundaries_as_json(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(boundary) for boundary in boundaries]
+
+
+def _plain(value: object) -> object:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,0 +1,333 @@
+"""One Dynamo graph: binds its inputs to attached parameters and runs the right variant of forward and backward.
+
+[Note: bindings]
+Dynamo reuses compiled code for other parameters of the same shapes (a block class compiled once, a deep-copied
+teacher). So which parameters a graph uses is read from its arguments at every call. A ``Binding`` belongs to one set of
+parameters and holds their plan and compiled variants; a call with other parameters gets a binding of its own.
+
+[Note: from forward to backward]
+The autograd node that AOTAutograd creates in forward is the node that runs in backward. Its metadata carries the
+binding and the ``ForwardToken``, so a backward knows which forward it belongs to, and a forward whose result is dropped
+disappears with its node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from megabuf_fx import _compat
+from megabuf_fx.dump import make_dump
+from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs
+from megabuf_fx.passes.contract import PassError
+from megabuf_fx.passes.graph_utils import outputs
+from megabuf_fx.pipeline import backward_passes, forward_passes
+from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.ops import live_targets
+from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role, plan_graph
+from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
+from megabuf_fx.runtime.step_state import ForwardToken
+from megabuf_fx.variants import Boxed, GraphSource
+
+_METADATA_KEY = "megabuf_fx"
+MAX_LAUNCH_SETS = 4
+"""Sets of bucket groups that one backward is compiled to launch; beyond it the host launches instead."""
+
+
+class Binding:
+    """The parameters of one call, their plan, and the variants compiled for them."""
+
+    def __init__(self, params: tuple[Any, ...], n_inputs: int, positions: Sequence[int]) -> None:
+        self.params = params
+        self.models = {handle: target for handle, target in live_targets() if isinstance(target, ModelBuffers)}
+        inputs: list[GraphParam | None] = [None] * n_inputs
+        for position, param in zip(positions, params):
+            inputs[position] = self._locate(param)
+        used = {param.handle for param in inputs if param is not None}
+        self.models = {handle: model for handle, model in self.models.items() if handle in used}
+        self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
+        self.forward: Callable[[list[Any]], Any] | None = None
+        self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
+
+    def _locate(self, param: object) -> GraphParam | None:
+        for handle, model in self.models.items():
+            index = model.index_of(param)
+            if index is not None:
+                spec = model.plan.params[index]
+                buffer, slot = model.locations[index]
+                return GraphParam(
+                    handle=handle,
+                    param=index,
+                    group=model.group_of[index],
+                    name=spec.name,
+                    shape=spec.shape,
+                    grad_dtype=model.plan.layouts[buffer].key.grad_dtype,
+                    buffer=buffer,
+                    start=slot.start,
+                    whole_buffer=not model.plan.aligned,
+                )
+        return None
+
+
+class TracedGraph:
+    """What the backend returns for one Dynamo graph, apart from AOTAutograd's own wrapper around it."""
+
+    def __init__(
+        self, example_inputs: Sequence[Any], *, number: int, rank: int, inner_compiler: str, fuse: bool, dump_dir: str | None
+    ) -> None:
+        self.number = number
+        self.rank = rank
+        self.inner_compiler = inner_compiler
+        self.fuse = fuse
+        self.dump_dir = dump_dir
+        self.n_inputs = len(example_inputs)
+        self.positions = [i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter)]
+        self._binding = self._bind(example_inputs)
+        self._bindings = {tuple(map(id, self._binding.params)): self._binding}
+        self._forward_source: GraphSource | None = None
+        self._backward_source: GraphSource | None = None
+        self._gradient_positions: tuple[int, ...] = ()
+        self._node_type: type | None = None
+
+    @property
+    def binding(self) -> Binding:
+        """The parameters of the latest call."""
+        return self._binding
+
+    # The two places where a call enters: around AOTAutograd, and instead of Inductor.
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap AOTAutograd's callable: bind parameters before it, leave a token for backward after it."""
+
+        def call(*args: Any) -> Any:
+            binding = self._select(args)
+            for model in binding.models.values():
+                model.before_forward()
+            results = compiled(*args)
+            if self._forward_source is not None and self._is_training and binding.models:
+                self._leave_token(results, binding)
+            return results
+
+        return call
+
+    def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:
+        """Take a graph from AOTAutograd and return the boxed callable that picks a variant at each call."""
+        source = GraphSource(gm, example_inputs, kwargs, inner_compiler=self.inner_compiler)
+        if not kwargs.get("is_backward"):
+            self._forward_source = source
+            self._is_training = not kwargs.get("is_inference", False)
+            # Now, not at the first call: AOTAutograd reads from it the strides of what is saved for backward.
+            self._compile_forward(self._binding)
+            return _boxed(self._run_forward)
+        self._backward_source = source
+        values = outputs(source.graph)
+        if len(values) != self.n_inputs:
+            raise PassError("locate_params", f"backward returns {len(values)} gradients for {self.n_inputs} inputs")
+        self._gradient_positions = tuple(i for i, value in enumerate(values) if isinstance(value, Node))
+        if source.has_symbolic_shapes:
+            self._compile_all_roles(self._binding)
+        return _boxed(self._run_backward)
+
+    # Running.
+
+    _is_training = False
+
+    def _select(self, args: Sequence[Any]) -> Binding:
+        params = tuple(args[i] for i in self.positions)
+        if not all(map(operator.is_, params, self._binding.params)):
+            key = tuple(map(id, params))
+            # A freed parameter's id can come back: the binding keeps its own alive, so equal ids are equal objects.
+            if key not in self._bindings:
+                self._bindings[key] = self._bind(args)
+            self._binding = self._bindings[key]
+        return self._binding
+
+    def _bind(self, args: Sequence[Any]) -> Binding:
+        return Binding(tuple(args[i] for i in self.positions), self.n_inputs, self.positions)
+
+    def _run_forward(self, args: list[Any]) -> Any:
+        binding = self._binding
+        if binding.forward is None:
+            self._compile_forward(binding)
+        assert binding.forward is not None  # noqa: S101 - compiled above
+        return binding.forward(args)
+
+    def _run_backward(self, args: list[Any]) -> Any:
+        record = _compat.current_autograd_node().metadata.get(_METADATA_KEY)
+        binding, token = record if record is not None else (self._binding, None)
+        if not binding.models:
+            return self._backward_variant(binding, UNTOUCHED)(args)
+        backward_id = _compat.current_backward_id()
+        keeps_graph = _compat.keeps_graph()
+        writes = self._writes(binding)
+        for model in binding.models.values():
+            model.enter_backward(backward_id)
+        accumulates = all(
+            _compat.will_accumulate(binding.models[p.handle].accumulate_nodes[p.param]) for p in writes.values()
+        )
+        if accumulates:
+            for param in writes.values():
+                binding.models[param.handle].prepare_graph_write(param.param)
+        role = choose_role(
+            binding.plan,
+            list(writes.values()),
+            binding.models,
+            token=token,
+            accumulates=accumulates,
+            keeps_graph=keeps_graph,
+        )
+        role = self._within_limit(binding, role)
+        variant = self._backward_variant(binding, role)
+        if accumulates:
+            for param in writes.values():
+                binding.models[param.handle].mark_graph_write(param.param)
+        else:
+            for model in binding.models.values():
+                model.mark_untouched()
+        if token is not None and not keeps_graph:
+            token.is_finished = True
+        return variant(args)
+
+    def _leave_token(self, results: Any, binding: Binding) -> None:
+        node = self._find_node(results)
+        if node is None:
+            return
+        token = ForwardToken(binding.plan.groups)
+        node.metadata[_METADATA_KEY] = (binding, token)
+        for model in binding.models.values():
+            model.state.add_forward(token)
+
+    def _find_node(self, results: Any) -> Any:
+        """The autograd node that this call created: the results' own, or behind the views that alias them."""
+        seeds = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
+        seen: set[Any] = set()
+        for _ in range(4):
+            for node in seeds:
+                if self._is_own_node(node):
+                    self._node_type = type(node)
+                    return node
+            seen.update(seeds)
+            seeds = [n for node in seeds for n, _ in node.next_functions if n is not None and n not in seen]
+        return None
+
+    def _is_own_node(self, node: Any) -> bool:
+        if self._node_type is not None:
+            return type(node) is self._node_type and _METADATA_KEY not in node.metadata
+        return type(node).__name__ == "CompiledFunctionBackward" and _METADATA_KEY not in node.metadata
+
+    # Compiling.
+
+    def _writes(self, binding: Binding) -> dict[int, GraphParam]:
+        """Output position and parameter of every gradient that belongs to a buffer."""
+        inputs = binding.plan.inputs
+        return {i: param for i in self._gradient_positions if (param := inputs[i]) is not None}
+
+    def _within_limit(self, binding: Binding, role: Role) -> Role:
+        launch_sets = {known.launches for known in binding.backwards if known.launches}
+        if role.launches and role.launches not in launch_sets and len(launch_sets) >= MAX_LAUNCH_SETS:
+            return Role(role.write)
+        return role
+
+    def _compile_forward(self, binding: Binding) -> None:
+        assert self._forward_source is not None  # noqa: S101 - set by inner_compile
+        gathering = {h for h, model in binding.models.items() if model.overlap_param_gather}
+        extras: tuple[ExtraInput, ...] = ()
+        waiting = [param for param in binding.plan.params if param.handle in gathering]
+        if waiting:
+            model = binding.models[waiting[0].handle]
+            extras = (ExtraInput("token", waiting[0].handle, 0, (1,), model.token.dtype, model.token.device),)
+        kind = "forward" if self._is_training else "inference"
+        binding.forward, _ = self._compile(
+            self._forward_source, binding, forward_passes(binding.plan, extras=extras), extras, kind, ()
+        )
+
+    def _compile_all_roles(self, binding: Binding) -> None:
+        covered = binding.plan.covered
+        for write in ("overwrite", "accumulate"):
+            for launches in ((), covered) if covered else ((),):
+                self._backward_variant(binding, Role(write, launches))  # type: ignore[arg-type]
+        self._backward_variant(binding, UNTOUCHED)
+
+    def _backward_variant(self, binding: Binding, role: Role) -> Callable[[list[Any]], Any]:
+        variant = binding.backwards.get(role)
+        if variant is not None:
+            return variant
+        assert self._backward_source is not None  # noqa: S101 - a backward runs only after it was captured
+        gradients = self._writes(binding) if role.write is not None else {}
+        extras: tuple[ExtraInput, ...] = ()
+        if gradients:
+            any_model = next(iter(binding.models.values()))
+            extras = extra_inputs(
+                list(gradients.values()),
+                buffer_numels={
+                    (handle, index): buffer.layout.numel
+                    for handle, model in binding.models.items()
+                    for index, buffer in enumerate(model.buffers)
+                },
+                device=any_model.token.device,
+                with_token=bool(role.launches),
+            )
+        steps = backward_passes(gradients, role=role, extras=extras, fuse=self.fuse)
+        variant, boundaries = self._compile(
+            self._backward_source, binding, steps, extras, f"backward_{role.name}", role.launches
+        )
+        for boundary in boundaries:
+            binding.models[boundary.handle].boundaries[boundary.group] = boundary
+        binding.backwards[role] = variant
+        return variant
+
+    def _compile(
+        self,
+        source: GraphSource,
+        binding: Binding,
+        steps: Sequence[Any],
+        extras: Sequence[ExtraInput],
+        kind: str,
+        launches: Sequence[tuple[int, int]],
+    ) -> tuple[Callable[[list[Any]], Any], tuple[Boundary, ...]]:
+        order = list(self._bindings.values()).index(binding) if binding in self._bindings.values() else 0
+        name = kind if order == 0 else f"binding{order}_{kind}"
+        dump = make_dump(self.dump_dir, rank=self.rank, graph=self.number, variant=name)
+        compiled, final = source.compile(steps, extras, dump=dump, keeps_order=bool(launches))
+        boundaries = find_boundaries(final)
+        dump.write_plan(
+            {
+                "kind": kind,
+                "launches": [list(key) for key in launches],
+                "boundaries": boundaries_as_json(boundaries),
+                "inputs": [param.name if param is not None else None for param in binding.plan.inputs],
+                "models": {str(handle): plan_as_json(model.plan) for handle, model in binding.models.items()},
+            }
+        )
+        if not extras:
+            return compiled, boundaries
+        tensors = [_find_tensor(extra, binding.models) for extra in extras]
+
+        def call(args: list[Any]) -> Any:
+            args.extend(tensors)
+            return compiled(args)
+
+        return call, boundaries
+
+
+def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tensor:
+    model = models[extra.handle]
+    if extra.kind == "token":
+        return model.token
+    if extra.kind == "grad_data":
+        return model.buffers[extra.index].grad_data
+    return model.main_grads[extra.index]
+
+
+def _boxed(function: Boxed) -> Boxed:
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+

@@ -1,0 +1,100 @@
+"""Compiled variants of one traced graph, made when they are first needed.
+
+A ``GraphSource`` keeps what an inner compiler was given: an untouched copy of the graph (the first compile mutates its
+own), example inputs, keyword arguments, and the surroundings of that call. A further role compiled hours later then
+still has the user's Inductor options and its donated buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from megabuf_fx import _compat
+from megabuf_fx.dump import GraphDump
+from megabuf_fx.passes.add_buffer_inputs import ExtraInput
+from megabuf_fx.pipeline import Step, run_passes
+
+log = logging.getLogger("megabuf_fx.variants")
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class GraphSource:
+    """The graph that AOTAutograd handed to an inner compiler, ready to be compiled again and again."""
+
+    def __init__(
+        self, gm: GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any], *, inner_compiler: str
+    ) -> None:
+        self._gm = _copy_graph(gm)
+        self._example_inputs = list(example_inputs)
+        self._kwargs = dict(kwargs)
+        self._inner_compiler = inner_compiler
+        self._environment = _compat.CompileEnvironment()
+
+    @property
+    def graph(self) -> Graph:
+        """The traced graph; read only."""
+        return self._gm.graph
+
+    @property
+    def has_symbolic_shapes(self) -> bool:
+        """Whether sizes are symbols; then every variant must be compiled while guards can still be added."""
+        return any(
+            isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
+            for x in self._example_inputs
+        )
+
+    def compile(
+        self, steps: Sequence[Step], extras: Sequence[ExtraInput], *, dump: GraphDump, keeps_order: bool
+    ) -> tuple[Boxed, GraphModule]:
+        """Run ``steps`` on a fresh copy and compile it with ``extras`` appended to its inputs.
+
+        ``keeps_order`` is for graphs that launch collectives. Returns the boxed callable and the rewritten graph.
+        """
+        with self._environment.entered():
+            gm = run_passes(_copy_graph(self._gm), steps, dump=dump)
+            final = _copy_graph(gm)
+            if self._inner_compiler == "aot_eager":
+                return _run_op_by_op(gm), final
+            kwargs = dict(self._kwargs)
+            count = len(self._example_inputs)
+            static = tuple(kwargs.get("static_input_idxs") or ())
+            kwargs["static_input_idxs"] = (*static, *range(count, count + len(extras)))
+            examples = [*self._example_inputs, *_example_values(gm, len(extras))]
+            if keeps_order:
+                with _compat.keep_graph_order():
+                    return _compat.compile_with_inductor(gm, examples, **kwargs), final
+            return _compat.compile_with_inductor(gm, examples, **kwargs), final
+
+
+def _copy_graph(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    outputs = graph.graph_copy(gm.graph, copied)
+    output = graph.output(outputs)
+    (original,) = gm.graph.find_nodes(op="output")
+    # Inductor keeps there which outputs the user sees.
+    output.meta = dict(original.meta)
+    copy = GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    return copy
+
+
+def _example_values(gm: GraphModule, count: int) -> list[Any]:
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] for node in nodes[len(nodes) - count :]]
+
+
+def _run_op_by_op(gm: GraphModule) -> Boxed:
+    def run(args: list[Any]) -> Any:
+        values = tuple(args)
+        args.clear()
+        return gm(*values)
+
+    return run

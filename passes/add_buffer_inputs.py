@@ -1,0 +1,97 @@
+"""Append the buffers that a graph will use to its inputs.
+
+    before   tangents_1, ...                      -> (grad_1, grad_2)
+    after    tangents_1, ..., main_grad_0, main_grad_1, megabuf_token
+
+One placeholder per ``main_grad``, so that identical layers keep identical code; a dense layout can misalign single
+views, so there the whole buffer is one placeholder and its slices are nodes. ``extra_inputs`` says which tensors the
+caller has to append, in which order.
+
+Requires: placeholders with fake tensors in ``meta["val"]``.
+Ensures: one marked node per written parameter; the token is the last placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from megabuf_fx.passes.contract import GraphPass
+from megabuf_fx.passes.graph_utils import MAIN_GRAD, TOKEN, aten, placeholders
+from megabuf_fx.runtime.plan import GraphParam
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraInput:
+    """A tensor that the caller appends: shape, dtype and device, and which one it is."""
+
+    kind: str
+    """``main_grad``, ``grad_data`` (a whole buffer) or ``token``."""
+    handle: int
+    index: int
+    """Parameter index for ``main_grad``, buffer index for ``grad_data``, 0 for the token."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def extra_inputs(
+    writes: Sequence[GraphParam], *, buffer_numels: dict[tuple[int, int], int], device: torch.device, with_token: bool
+) -> tuple[ExtraInput, ...]:
+    """What a graph that writes ``writes`` needs; ``buffer_numels`` maps ``(handle, buffer)`` to elements."""
+    found: dict[tuple[str, int, int], ExtraInput] = {}
+    for param in writes:
+        if param.whole_buffer:
+            shape: tuple[int, ...] = (buffer_numels[param.handle, param.buffer],)
+            extra = ExtraInput("grad_data", param.handle, param.buffer, shape, param.grad_dtype, device)
+        else:
+            extra = ExtraInput("main_grad", param.handle, param.param, param.shape, param.grad_dtype, device)
+        found[extra.kind, extra.handle, extra.index] = extra
+    tokens = []
+    if with_token and writes:
+        tokens = [ExtraInput("token", writes[0].handle, 0, (1,), torch.float32, device)]
+    return (*found.values(), *tokens)
+
+
+def add_buffer_inputs(
+    gm: GraphModule, *, extras: Sequence[ExtraInput], writes: Sequence[GraphParam]
+) -> GraphModule:
+    if not extras:
+        return gm
+    graph = gm.graph
+    fake_mode = next(n.meta["val"].fake_mode for n in placeholders(graph) if hasattr(n.meta["val"], "fake_mode"))
+    anchor = placeholders(graph)[-1]
+    nodes: dict[tuple[str, int, int], Node] = {}
+    for extra in extras:
+        with graph.inserting_after(anchor):
+            name = "megabuf_token" if extra.kind == "token" else f"{extra.kind}_{extra.index}"
+            anchor = graph.placeholder(name)
+        with fake_mode:
+            anchor.meta["val"] = torch.empty(extra.shape, dtype=extra.dtype, device=extra.device)
+        if extra.kind == "token":
+            anchor.meta[TOKEN] = True
+        nodes[extra.kind, extra.handle, extra.index] = anchor
+    for param in writes:
+        if param.whole_buffer:
+            whole = nodes["grad_data", param.handle, param.buffer]
+            numel = 1
+            for size in param.shape:
+                numel *= size
+            with graph.inserting_after(anchor):
+                # args: slice(self, dim, start, end)
+                piece = graph.call_function(aten.slice.Tensor, (whole, 0, param.start, param.start + numel))
+            with graph.inserting_after(piece):
+                anchor = graph.call_function(aten.view.default, (piece, list(param.shape)))
+            with fake_mode:
+                piece.meta["val"] = whole.meta["val"][param.start : param.start + numel]
+                anchor.meta["val"] = piece.meta["val"].view(param.shape)
+            anchor.meta[MAIN_GRAD] = param
+        else:
+            nodes["main_grad", param.handle, param.param].meta[MAIN_GRAD] = param
+    return gm
+
+
+PASS = GraphPass(name="add_buffer_inputs", provides=("buffers",))

@@ -1,0 +1,101 @@
+"""Prove, on the final graph, what the passes promise.
+
+Backward: every launched bucket group is launched exactly once, in launch order, after every write of the group and
+with all the destinations it writes; no write comes later; each gradient is written exactly once; no bound parameter is
+left among the outputs; collectives share one token.
+Forward: every read of a parameter comes after exactly one wait of its group, and that wait names the parameter.
+
+Requires: main_grads_written and grad_sync (backward), or param_sync (forward).
+Ensures: the properties above hold; the graph is unchanged.
+Raises: PassError naming parameter, bucket group and node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from megabuf_fx.passes.contract import GraphPass, PassError
+from megabuf_fx.passes.graph_utils import PARAM, outputs, placeholders, positions, token_node, written_param
+from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
+from megabuf_fx.runtime.plan import GraphParam
+
+
+def verify_backward(
+    gm: GraphModule, *, gradients: Mapping[int, GraphParam], launches: Sequence[tuple[int, int]]
+) -> GraphModule:
+    """``gradients`` maps output position to parameter; ``launches`` is the role's launch order."""
+    values = outputs(gm.graph)
+    writes: dict[tuple[int, int], list[Node]] = {}
+    by_group: dict[tuple[int, int], list[tuple[Node, GraphParam]]] = {}
+    for node in gm.graph.nodes:
+        param = written_param(node)
+        if param is not None:
+            writes.setdefault((param.handle, param.param), []).append(node)
+            by_group.setdefault(param.key, []).append((node, param))
+    for position, param in gradients.items():
+        if values[position] is not None:
+            raise PassError(BACKWARD.name, f"gradient of '{param.name}' is still output {position}", values[position])
+        count = len(writes.get((param.handle, param.param), []))
+        if count != 1:
+            raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written {count} times, expected once")
+    starts = [node for node in gm.graph.nodes if node.target is start_grad_sync]
+    # args: (main_grads, token, handle, group)
+    found = [(node.args[2], node.args[3]) for node in starts]
+    if found != list(launches):
+        raise PassError(BACKWARD.name, f"bucket groups are launched as {found}, expected {list(launches)}")
+    order = positions(gm.graph)
+    for node, key in zip(starts, launches):
+        _check_token(gm, node, BACKWARD.name)
+        sent = node.args[0]
+        for write, param in by_group.get(key, []):
+            if order[write] > order[node]:
+                raise PassError(
+                    BACKWARD.name, f"'{param.name}' is written after its bucket group {key} was launched", write
+                )
+            if not isinstance(sent, (list, tuple)) or _storage_input(write.args[0]) not in sent:
+                raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
+    return gm
+
+
+def verify_forward(gm: GraphModule) -> GraphModule:
+    order = positions(gm.graph)
+    waits: dict[tuple[object, object], Node] = {}
+    for node in gm.graph.nodes:
+        if node.target is wait_param_sync:
+            _check_token(gm, node, FORWARD.name)
+            # args: (params, token, handle, group)
+            key = (node.args[2], node.args[3])
+            if key in waits:
+                raise PassError(FORWARD.name, f"bucket group {key} is waited for twice", node)
+            waits[key] = node
+    for placeholder in placeholders(gm.graph):
+        param = placeholder.meta.get(PARAM)
+        if not isinstance(param, GraphParam):
+            continue
+        wait = waits.get(param.key)
+        for user in placeholder.users:
+            if user is wait:
+                continue
+            if wait is None or order[user] < order[wait]:
+                raise PassError(FORWARD.name, f"'{param.name}' is read before bucket group {param.key} is waited", user)
+            named = wait.args[0]
+            if not isinstance(named, (list, tuple)) or placeholder not in named:
+                raise PassError(FORWARD.name, f"wait of bucket group {param.key} does not name '{param.name}'", wait)
+    return gm
+
+
+def _check_token(gm: GraphModule, node: Node, name: str) -> None:
+    if node.args[1] is not token_node(gm):
+        raise PassError(name, "a collective does not carry the graph's token, so its order is not fixed", node)
+
+
+def _storage_input(destination: object) -> object:
+    while isinstance(destination, Node) and destination.op != "placeholder":
+        destination = destination.all_input_nodes[0]
+    return destination
+
+
+BACKWARD = GraphPass(name="verify_backward", requires=("main_grads_written", "grad_sync"))
+FORWARD = GraphPass(name="verify_forward", requires=("param_sync",))

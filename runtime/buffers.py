@@ -1,0 +1,57 @@
+"""The tensors: one flat ``grad_data`` (and, sharded, one ``param_data``) per buffer key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megabuf_fx.runtime.flags import bind_main_grad, unbind_main_grad
+from megabuf_fx.runtime.layout import BufferLayout
+from megabuf_fx.runtime.shards import shard_bounds
+
+
+class ParamGradBuffer:
+    """Storage of one ``BufferLayout``.
+
+    ``grad_data``: ``[numel]`` of ``grad_dtype``, zero at first; its padding stays zero.
+    ``param_data``: ``[numel]`` of ``param_dtype``, only when sharded; then every ``param.data`` is a view of it.
+    """
+
+    def __init__(
+        self, layout: BufferLayout, params: Sequence[nn.Parameter], *, device: torch.device, sharded: bool
+    ) -> None:
+        self.layout = layout
+        self.params = {index: params[index] for index in layout.params}
+        self.slots = dict(zip(layout.params, layout.slots))
+        self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
+        self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device) if sharded else None
+        for index, param in self.params.items():
+            if self.param_data is not None:
+                view = self._view(self.param_data, index)
+                view.copy_(param.data)
+                param.data = view
+            bind_main_grad(param, self._view(self.grad_data, index))
+
+    def _view(self, data: Tensor, index: int) -> Tensor:
+        slot = self.slots[index]
+        return data[slot.start : slot.end].view(self.params[index].shape)
+
+    def grad_view(self, index: int) -> Tensor:
+        """``main_grad`` of parameter ``index``, in its shape."""
+        return self._view(self.grad_data, index)
+
+    def shard(self, data: Tensor, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
+        """The slice of ``data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""
+        start, end = shard_bounds(self.layout.buckets[bucket], dp_size, dp_rank)
+        return data[start:end]
+
+    def release(self) -> None:
+        """Give every parameter storage of its own again and drop the gradient views."""
+        for param in self.params.values():
+            if self.param_data is not None:
+                param.data = param.data.clone()
+            if param.grad is not None and param.grad.data_ptr() == getattr(param, "main_grad", param).data_ptr():
+                param.grad = None
+            unbind_main_grad(param)

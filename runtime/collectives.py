@@ -1,0 +1,174 @@
+"""Collectives behind one interface, so that transports are objects and not flags.
+
+A ``Comm`` starts a collective and returns a ``PendingWork``; ``wait()`` makes the result visible to the current stream
+(CUDA) or to the host (CPU). Reduce-scatter and all-gather work in place: the shard is a slice of the full tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PendingWork(NamedTuple):
+    """A collective in flight."""
+
+    wait: Callable[[], object]
+    keep_alive: tuple[Tensor, ...]
+    """Tensors that the collective reads or writes until ``wait`` returns."""
+
+
+class Comm(Protocol):
+    """Data-parallel collectives of one communicator.
+
+    ``average`` divides by ``size`` as part of the collective (Megatron ``average_in_collective``), otherwise sums.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork: ...
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork: ...
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork: ...
+
+    def all_gather_object(self, value: object) -> list[object]: ...
+
+    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
+        """Sum or maximum of a 0-dim tensor over the group; in place, made visible before it returns."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with that of the group's first rank; blocks."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise when the process group is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _nothing() -> None:
+    return None
+
+
+class LocalComm:
+    """A group of one: every collective is the identity."""
+
+    size = 1
+    rank = 0
+
+    def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork:
+        return PendingWork(_nothing, ())
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork:
+        return PendingWork(_nothing, ())
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
+        return PendingWork(_nothing, ())
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return [value]
+
+    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
+        return value
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return None
+
+    def check_alive(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class FakeComm(LocalComm):
+    """The fake process group: sizes and order of any world on one machine, no data moves."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size = size
+        self.rank = rank
+
+
+class ProcessGroupComm:
+    """``torch.distributed`` on a communicator of its own, created from ``group`` and destroyed by ``close``.
+
+    A communicator of its own keeps our order of collectives apart from the user's, and gradients apart from gathers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str, timeout: timedelta | None) -> None:
+        self.size = group.size()
+        self.rank = group.rank()
+        self.name = name
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=True, group_desc=name
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        self.check_alive()
+        assert self._group is not None  # noqa: S101 - check_alive raised otherwise
+        return self._group
+
+    def check_alive(self) -> None:
+        if self._group is None or not dist.is_initialized():
+            raise RuntimeError(
+                f"the process group of {self.name} is gone (destroy_process_group or detach was called); "
+                "attach the model again after init_process_group"
+            )
+
+    def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork:
+        work = dist.all_reduce(full, op=_reduce_op(average), group=self.group, async_op=True)
+        return PendingWork(_waiter(work), (full,))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork:
+        work = dist.reduce_scatter_tensor(shard, full, op=_reduce_op(average), group=self.group, async_op=True)
+        return PendingWork(_waiter(work), (shard, full))
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
+        work = dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True)
+        return PendingWork(_waiter(work), (full, shard))
+
+    def all_gather_object(self, value: object) -> list[object]:
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+        return value
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def _reduce_op(average: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+def _waiter(work: dist.Work | None) -> Callable[[], object]:
+    if work is None:
+        raise RuntimeError("this rank is not a member of the process group")
+    return work.wait
+
+
+def make_comm(group: dist.ProcessGroup | None, *, name: str, timeout: timedelta | None = None) -> Comm:
+    """The transport for ``group``; None is a single process. ``timeout`` is that of every collective."""
+    if group is None or group.size() == 1:
+        return LocalComm()
+    if dist.get_backend(group) == "fake":
+        return FakeComm(group.size(), group.rank())
+    return ProcessGroupComm(group, name=name, timeout=timeout)

@@ -1,0 +1,300 @@
+"""All that one attached model needs at run time: buffers, collectives and the state of the step.
+
+[Note: when a bucket group is reduced]
+In a graph, directly after its last write, when the graph covers the group and nobody else will write it (``roles.py``).
+Otherwise by the host: from the AccumulateGrad hook of its last parameter, or in ``finish_grad_sync`` at the latest.
+Slots that the step did not write are zeroed just before; nothing else is ever zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabuf_fx.runtime.bucket_groups import GradReducer, ParamGatherer
+from megabuf_fx.runtime.buffers import ParamGradBuffer
+from megabuf_fx.runtime.collectives import Comm
+from megabuf_fx.runtime.flags import was_added_outside
+from megabuf_fx.runtime.ops import register_target, unregister_target
+from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.step_state import StepState
+
+
+class ModelBuffers:
+    """Buffers of one model, in the registry that graphs refer to (a ``SyncTarget``).
+
+    ``grad_comm`` and ``param_comm`` are communicators of their own. ``scale`` and ``average`` as in ``GradReducer``.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[nn.Parameter],
+        *,
+        grad_comm: Comm,
+        param_comm: Comm,
+        scale: float,
+        average: bool,
+        overlap_grad_reduce: bool,
+        overlap_param_gather: bool,
+    ) -> None:
+        self.plan = plan
+        self.params = list(params)
+        self._index = {id(param): index for index, param in enumerate(params)}
+        self.locations = plan.locations
+        self.group_of = plan.group_of_param
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.overlap_param_gather = overlap_param_gather
+        device = params[0].device
+        self.buffers = [
+            ParamGradBuffer(layout, params, device=device, sharded=plan.sharded) for layout in plan.layouts
+        ]
+        self.main_grads = [self.buffers[buffer].grad_view(i) for i, (buffer, _) in enumerate(self.locations)]
+        self.token = torch.zeros(1, device=device)
+        self.reducer = GradReducer(plan, self.buffers, grad_comm, scale=scale, average=average)
+        self.gatherer = ParamGatherer(plan, self.buffers, param_comm) if plan.sharded else None
+        self.state = StepState(plan)
+        # Held, because autograd keeps the node of a leaf only while somebody does.
+        self.accumulate_nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+        self.owner: Callable[[], object] = lambda: None
+        """Weak reference to the user's handle."""
+        self.boundaries: dict[int, Any] = {}
+        """Where compiled graphs start the reduction of each bucket group, for reports."""
+        self.no_sync_depth = 0
+        self.is_closed = False
+        self._backward_id = -1
+        self._untouched_id = -1
+        self._started_in: dict[int, int] = {}
+        self._graph_wrote_in = [-1] * len(self.params)
+        self._late: dict[int, Tensor] = {}
+        self._has_agreed_on_late = False
+        self.handle = register_target(self)
+
+    # What graphs call.
+
+    def start_grad_sync(self, group: int) -> None:
+        """Reduce a bucket group whose gradients are final."""
+        if self.gatherer is not None:
+            # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
+            self.gatherer.start_all()
+        for param in self.plan.groups[group].params:
+            if not self.state.written[param]:
+                self.main_grads[param].zero_()
+        self._started_in[group] = self._backward_id
+        self.reducer.start(group)
+
+    def wait_param_sync(self, group: int) -> None:
+        """Make the parameters of a bucket group current."""
+        if self.gatherer is not None:
+            self.gatherer.wait(group)
+
+    # What wrappers of compiled graphs call.
+
+    def index_of(self, param: object) -> int | None:
+        """Index of an attached parameter, None if it is not ours."""
+        index = self._index.get(id(param))
+        return index if index is not None and self.params[index] is param else None
+
+    def before_forward(self) -> None:
+        """Start the gathers that the last step left; graphs wait for them bucket by bucket."""
+        if self.is_closed:
+            raise RuntimeError(
+                "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
+            )
+        if self.gatherer is not None:
+            self.gatherer.start_all()
+
+    def enter_backward(self, backward_id: int) -> None:
+        """``backward_id`` names the autograd pass that runs now (its graph task)."""
+        if backward_id != self._backward_id:
+            self._backward_id = backward_id
+            self.state.is_unsynced = self.no_sync_depth > 0
+
+    def prepare_graph_write(self, param: int) -> None:
+        """Make ``state.written`` true to what the slot holds, before a graph decides between overwriting and adding.
+
+        Not sharded, ``.grad`` says it: None after ``zero_grad``, else the buffer view or a tensor that the user put
+        there. ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
+        """
+        if self.plan.sharded:
+            return
+        self._read_grad(param)
+        self.params[param].grad = None
+
+    def mark_graph_write(self, param: int) -> None:
+        """The graph that runs next writes this slot."""
+        self.state.written[param] = True
+        self._graph_wrote_in[param] = self._backward_id
+
+    def mark_untouched(self) -> None:
+        """The running backward hands out plain gradients; what autograd accumulates of them teaches nothing."""
+        self._untouched_id = self._backward_id
+
+    def _read_grad(self, param: int) -> None:
+        grad, main_grad = self.params[param].grad, self.main_grads[param]
+        if grad is None:
+            if self._graph_wrote_in[param] != self._backward_id:
+                self.state.written[param] = False
+        else:
+            if grad is not main_grad and grad.data_ptr() != main_grad.data_ptr():
+                main_grad.copy_(grad)
+            self.state.written[param] = True
+
+    # What the hooks on AccumulateGrad nodes call.
+
+    def after_accumulate(self, param: int) -> None:
+        """Autograd has accumulated one backward's gradients of ``param`` outside graphs into ``.grad``, if any.
+
+        Raises:
+            NotImplementedError: a fused kernel outside our graphs added to ``main_grad``.
+        """
+        tensor = self.params[param]
+        if was_added_outside(tensor):
+            raise NotImplementedError(
+                f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
+                "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
+            )
+        grad = tensor.grad
+        if grad is not None and grad.data_ptr() != self.main_grads[param].data_ptr():
+            if not self.plan.sharded and self._graph_wrote_in[param] != self._backward_id:
+                # Autograd made a new tensor, so .grad was None: the user has zeroed.
+                self.state.written[param] = False
+            self.add_eager_gradient(param, grad)
+            tensor.grad = None
+        elif grad is not None:
+            self.state.written[param] = True
+        if not self.plan.sharded and self.state.written[param]:
+            tensor.grad = self.main_grads[param]
+        self._arrive(param)
+
+    def refuse_reduced(self, group: int) -> None:
+        """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
+        if self.reducer.is_started(group) and self._started_in.get(group) != self._backward_id:
+            names = ", ".join(self.plan.params[p].name for p in self.plan.groups[group].params[:3])
+            raise RuntimeError(
+                f"backward writes bucket {group} ({names}, ...) whose gradients were already reduced. Run all "
+                "micro-batches but the last inside `with buf.no_sync()`, and call zero_grad() after every step"
+            )
+
+    def zero(self, param: int) -> None:
+        """Zero the slot of a parameter that some graph will add to."""
+        self.main_grads[param].zero_()
+        self.state.written[param] = True
+
+    def add_eager_gradient(self, param: int, grad: Tensor) -> None:
+        """Take a gradient that autograd accumulated outside compiled graphs.
+
+        Raises:
+            RuntimeError: sparse gradient; or the bucket was reduced before this gradient came.
+        """
+        spec = self.plan.params[param]
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter '{spec.name}' got a {grad.layout} gradient; contiguous buffers hold dense gradients only "
+                "(build the embedding with sparse=False)"
+            )
+        group = self.group_of[param]
+        self.refuse_reduced(group)
+        if self._graph_wrote_in[param] == self._backward_id and self._untouched_id != self._backward_id:
+            self.state.eager_params.add(param)
+        if self.reducer.is_started(group):
+            self._take_late(param, grad)
+        elif self.state.written[param]:
+            self.main_grads[param].add_(grad)
+        else:
+            self.main_grads[param].copy_(grad)
+            self.state.written[param] = True
+
+    def _arrive(self, param: int) -> None:
+        """Start the group of ``param`` if all its contributions have come."""
+        if self.no_sync_depth:
+            return
+        self.state.mark_arrived(param)
+        group = self.group_of[param]
+        if (
+            self.overlap_grad_reduce
+            and self.state.is_complete(group)
+            and not self.reducer.is_started(group)
+            and not self.state.is_awaited((self.handle, group))
+        ):
+            self.start_grad_sync(group)
+
+    # What a step calls.
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset."""
+        self.reducer.comm.check_alive()
+        for group in range(len(self.plan.groups)):
+            if not self.reducer.is_started(group):
+                self.start_grad_sync(group)
+        for group in range(len(self.plan.groups)):
+            self.reducer.wait(group)
+        self._reduce_late()
+        self.state.is_unsynced = False
+
+    def reset(self) -> None:
+        """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
+        self.reducer.reset()
+        self.state.reset()
+        self._late.clear()
+
+    def reopen(self) -> None:
+        """Allow further accumulation on top of reduced gradients (non-sharded: they are equal on all ranks)."""
+        self.reducer.reset()
+        self.state.reopen()
+
+    def sync_params(self) -> None:
+        """Make every parameter current."""
+        if self.gatherer is not None:
+            self.gatherer.wait_all()
+
+    def close(self) -> None:
+        """Drain, give parameters their own storage back, leave the registry and destroy the communicators."""
+        self.sync_params()
+        self.reducer.reset()
+        self.is_closed = True
+        unregister_target(self.handle)
+        for buffer in self.buffers:
+            buffer.release()
+        self.reducer.comm.close()
+        if self.gatherer is not None:
+            self.gatherer.comm.close()
+
+    # [Note: late gradients]
+    # Until the first step has shown it, nobody knows that a parameter of a compiled graph also gets gradients from
+    # eager code (a weight penalty in the loss, say), so its bucket may have been reduced before they come. In the first
+    # step they are kept aside and reduced on their own; the ranks agree once on the buckets concerned. From then on
+    # those parameters' buckets are left to the host. A new eager contribution in a later step is refused.
+
+    def _take_late(self, param: int, grad: Tensor) -> None:
+        if self._has_agreed_on_late:
+            name, group = self.plan.params[param].name, self.group_of[param]
+            raise RuntimeError(
+                f"parameter '{name}' got a gradient from outside the compiled graph after its bucket {group} was "
+                "reduced inside it, for the first time in this run. From now on the bucket is reduced later; repeat "
+                "this step, or run the first such backward under `with buf.no_sync()` followed by "
+                "`buf.finish_grad_sync()`"
+            )
+        self._late[param] = grad.clone()
+
+    def _reduce_late(self) -> None:
+        if self._has_agreed_on_late:
+            return
+        self._has_agreed_on_late = True
+        mine = sorted({self.group_of[param] for param in self._late})
+        answers = self.reducer.comm.all_gather_object(mine)
+        for group in sorted({group for answer in answers if isinstance(answer, list) for group in answer}):
+            results = [self.reducer.reduced_part(bucket) for bucket in self.plan.groups[group].buckets]
+            kept = [part.clone() for part in results]
+            for bucket in self.plan.groups[group].buckets:
+                self.reducer.full_grad(bucket).zero_()
+            for param in self.plan.groups[group].params:
+                if param in self._late:
+                    self.main_grads[param].copy_(self._late[param])
+            self.reducer.reduce_again(group)
+            for part, before in zip(results, kept):
+                part.add_(before)
+        self._late.clear()

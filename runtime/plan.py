@@ -1,0 +1,208 @@
+"""Plans: frozen values that say what is reduced, where, and in which order. Tensor-free and equal on all ranks.
+
+``ParamSpec -> BufferLayout -> BucketPlan -> GraphPlan``; the first two are in ``layout.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megabuf_fx.runtime.layout import (
+    BufferLayout,
+    LayoutPolicy,
+    ParamSlot,
+    ParamSpec,
+    compute_buffer_layout,
+    group_params_for_buffers,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A slice ``[start, end)`` (elements) of one buffer."""
+
+    buffer: int
+    index: int
+    """Position among the buckets of its buffer."""
+    start: int
+    end: int
+    numel_unpadded: int
+    params: tuple[int, ...]
+    """Indices of specs, in buffer order (reverse definition order)."""
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGroup:
+    """Buckets whose collectives are launched together (Megatron ``_ParamAndGradBucketGroup``)."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        return tuple(param for bucket in self.buckets for param in bucket.params)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buffers of one attached model and the order of its collectives.
+
+    ``groups`` is that order: gradients are reduced in it, parameters are gathered in its reverse (the head of the
+    model, which forward needs first, is in the last group). It follows from the layout alone, so all ranks agree.
+    """
+
+    params: tuple[ParamSpec, ...]
+    layouts: tuple[BufferLayout, ...]
+    groups: tuple[BucketGroup, ...]
+    dp_size: int
+    sharded: bool
+    aligned: bool
+    """Every parameter view is aligned and may enter a graph by itself."""
+
+    @property
+    def locations(self) -> tuple[tuple[int, ParamSlot], ...]:
+        """Buffer and slot of each parameter."""
+        found: list[tuple[int, ParamSlot] | None] = [None] * len(self.params)
+        for buffer, layout in enumerate(self.layouts):
+            for param, slot in zip(layout.params, layout.slots):
+                found[param] = (buffer, slot)
+        return tuple(location for location in found if location is not None)
+
+    @property
+    def group_of_param(self) -> tuple[int, ...]:
+        """Index of the bucket group of each parameter."""
+        owner = {param: index for index, group in enumerate(self.groups) for param in group.params}
+        return tuple(owner[param] for param in range(len(self.params)))
+
+    @property
+    def digest(self) -> str:
+        """Hex digest that is equal exactly when the plans are."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def plan_buckets(
+    params: Sequence[ParamSpec],
+    *,
+    dp_size: int,
+    sharded: bool,
+    bucket_size: int | None,
+    grad_reduce_in_fp32: bool,
+    dense: bool = False,
+    pad_for_high_busbw: bool = False,
+) -> BucketPlan:
+    """Lay out ``params`` (definition order) and cut them into buckets.
+
+    ``dense`` drops the alignment of non-sharded buffers, as Megatron does; sharded buffers are always aligned.
+    ``bucket_size`` is a lower threshold in elements, None for one bucket per buffer.
+    """
+    if sharded:
+        policy = LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw)
+    else:
+        policy = LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
+    layouts = tuple(
+        compute_buffer_layout(group, params, policy=policy, bucket_size=bucket_size)
+        for group in group_params_for_buffers(params, grad_reduce_in_fp32=grad_reduce_in_fp32)
+    )
+    buckets = [bucket for buffer, layout in enumerate(layouts) for bucket in _buckets_of(buffer, layout)]
+    # A bucket can be reduced once its parameter nearest to the head of the model is done, so that decides its place
+    # among the buckets of all buffers. Within a buffer this is Megatron's order. Zero-sized models have no bucket.
+    buckets.sort(key=lambda bucket: -min(bucket.params))
+    return BucketPlan(
+        params=tuple(params),
+        layouts=layouts,
+        groups=tuple(BucketGroup((bucket,)) for bucket in buckets),
+        dp_size=dp_size,
+        sharded=sharded,
+        aligned=sharded or not dense,
+    )
+
+
+def _buckets_of(buffer: int, layout: BufferLayout) -> list[Bucket]:
+    members: list[list[int]] = [[] for _ in layout.buckets]
+    for param, slot in reversed(list(zip(layout.params, layout.slots))):
+        members[slot.bucket].append(param)
+    return [
+        Bucket(buffer, index, start, end, layout.unpadded[index], tuple(members[index]))
+        for index, (start, end) in enumerate(layout.buckets)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParam:
+    """A graph input that is a parameter of an attached model."""
+
+    handle: int
+    """Registry id of the buffers (``runtime/ops.py``)."""
+    param: int
+    """Index into that model's specs."""
+    group: int
+    name: str
+    shape: tuple[int, ...]
+    grad_dtype: torch.dtype
+    buffer: int
+    start: int
+    """First element in the buffer."""
+    whole_buffer: bool
+    """Its view may be misaligned, so the graph takes the whole buffer and slices it (dense layout)."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Bucket group, as ``(handle, group)``."""
+        return (self.handle, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one compiled variant of a backward graph does with its gradients. Nothing is decided inside a graph.
+
+    ``write`` is None for plain gradients (``torch.autograd.grad``). ``launches`` are the bucket groups, as
+    ``(handle, group)`` in launch order, whose reduction starts inside the graph; an empty tuple is Megatron's
+    ``no_sync``, or a host that launches by itself.
+    """
+
+    write: Literal["overwrite", "accumulate"] | None
+    launches: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        if self.write is None:
+            return "untouched"
+        return f"{self.write}_{'sync' if self.launches else 'local'}"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """How one traced graph maps to buffers: entry ``i`` belongs to graph input ``i``, None if it is not ours."""
+
+    inputs: tuple[GraphParam | None, ...]
+    covered: tuple[tuple[int, int], ...]
+    """Bucket groups ``(handle, group)`` all of whose parameters are inputs of this graph, in launch order."""
+
+    @property
+    def params(self) -> tuple[GraphParam, ...]:
+        return tuple(param for param in self.inputs if param is not None)
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Every bucket group that has a parameter here, in launch order."""
+        return tuple(sorted({param.key for param in self.params}))
+
+
+def plan_graph(inputs: Sequence[GraphParam | None], bucket_plans: dict[int, BucketPlan]) -> GraphPlan:
+    """Find the bucket groups that the graph with these inputs covers. ``bucket_plans`` maps handle id to plan."""
+    present = {(param.handle, param.param) for param in inputs if param is not None}
+    covered = [
+        (handle, index)
+        for handle, plan in sorted(bucket_plans.items())
+        for index, group in enumerate(plan.groups)
+        if all((handle, param) in present for param in group.params)
+    ]
+    return GraphPlan(tuple(inputs), tuple(covered))

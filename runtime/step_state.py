@@ -1,0 +1,70 @@
+"""What the host knows of the current step: which slots are written, who will still contribute, what is complete.
+
+Nothing here touches a tensor. Roles of compiled graphs are chosen from this state before they run (``roles.py``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from megabuf_fx.runtime.plan import BucketPlan
+
+
+class ForwardToken:
+    """A forward with gradient whose backward has not run. It hangs on the autograd node and dies with it.
+
+    ``groups`` are the bucket groups ``(handle, group)`` that its backward will write.
+    """
+
+    __slots__ = ("__weakref__", "groups", "is_finished")
+
+    def __init__(self, groups: Iterable[tuple[int, int]]) -> None:
+        self.groups = frozenset(groups)
+        self.is_finished = False
+        """Its backward ran and freed the graph, so no further contribution can come from it."""
+
+
+class StepState:
+    """State of one attached model between two resets (``zero_grad``)."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self.group_of = plan.group_of_param
+        self.written = [False] * len(plan.params)
+        """Slots that hold a gradient of this step; the others hold anything."""
+        self.is_unsynced = False
+        """The last backward accumulated under ``no_sync``."""
+        self.eager_params: set[int] = set()
+        """Parameters that have had gradients from outside compiled graphs; kept over resets."""
+        self._arrived = [False] * len(plan.params)
+        self._missing = [len(group.params) for group in plan.groups]
+        self._outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
+
+    def reset(self) -> None:
+        """A new step begins. Forwards without backward and what was learned of eager parts stay."""
+        self.written = [False] * len(self.written)
+        self.is_unsynced = False
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Forget which contributions of this step have arrived; what is written stays written."""
+        self._arrived = [False] * len(self._arrived)
+        self._missing = [len(group.params) for group in self.plan.groups]
+
+    def add_forward(self, token: ForwardToken) -> None:
+        self._outstanding.add(token)
+
+    def is_awaited(self, key: tuple[int, int], *, besides: ForwardToken | None = None) -> bool:
+        """Whether a forward other than ``besides`` may still write the bucket group ``(handle, group)``."""
+        return any(t is not besides and not t.is_finished and key in t.groups for t in self._outstanding)
+
+    def mark_arrived(self, param: int) -> None:
+        """All contributions of one backward pass to ``param`` have come (its AccumulateGrad node ran)."""
+        if not self._arrived[param]:
+            self._arrived[param] = True
+            self._missing[self.group_of[param]] -= 1
+
+    def is_complete(self, group: int) -> bool:
+        """Whether every parameter of the group has had its contributions."""
+        return self._missing[group] == 0
