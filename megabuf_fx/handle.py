@@ -14,7 +14,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from megabuf_fx import _compat
 from megabuf_fx.checks import check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
-from megabuf_fx.runtime.collectives import make_comm
+from megabuf_fx.runtime.collectives import Comm, make_comm
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
 from megabuf_fx.runtime.model_buffers import ModelBuffers
@@ -225,27 +224,28 @@ def attach(
     except (ValueError, NotImplementedError) as caught:
         # A rank whose model is refused tells the others first, so that none of them waits.
         problem, error = str(caught), caught
-    comm = make_comm(group, name="megabuf_attach", timeout=timeout)
+    grad_comm = make_comm(group, name="megabuf_gradients", timeout=timeout)
+    param_comm = make_comm(group, name="megabuf_parameters", timeout=timeout)
     try:
-        compare_ranks(comm, problem, error, specs, config)
-        if config.init_sync:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                comm.broadcast(tensor.detach())
-    finally:
-        comm.close()
-    return _build(model, config, group, timeout, specs, [param for _, param in named])
+        compare_ranks(grad_comm, problem, error, specs, config)
+    except (ValueError, NotImplementedError):
+        grad_comm.close()
+        param_comm.close()
+        raise
+    if config.init_sync:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            param_comm.broadcast(tensor.detach())
+    return _build(model, config, specs, [param for _, param in named], grad_comm, param_comm)
 
 
 def _build(
     model: nn.Module,
     config: MegabufConfig,
-    group: dist.ProcessGroup | None,
-    timeout: timedelta | None,
     specs: Sequence[ParamSpec],
     params: Sequence[nn.Parameter],
+    grad_comm: Comm,
+    param_comm: Comm,
 ) -> MegabufHandle:
-    grad_comm = make_comm(group, name="megabuf_gradients", timeout=timeout)
-    param_comm = make_comm(group, name="megabuf_parameters", timeout=timeout)
     plan = plan_buckets(
         specs,
         dp_size=grad_comm.size,

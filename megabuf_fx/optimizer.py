@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.runtime.shards import compute_shard_ranges
 
+NORM_CHUNK = 2**16
+"""Elements summed at once for the gradient norm."""
+
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 
 
@@ -177,7 +180,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _total_norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
         device = self.handle.buffers.token.device
-        norms = torch._foreach_norm([grad.float() for grad in grads], norm_type) if grads else ()
+        # In chunks: the fp32 norm of one long run loses digits on the CPU (1e-4 relative at 5M elements).
+        chunks = [chunk.float() for grad in grads for chunk in grad.split(NORM_CHUNK)]
+        norms = torch._foreach_norm(chunks, norm_type) if chunks else ()
         local = torch.stack(norms) if norms else torch.zeros(1, device=device)
         comm = self.handle.buffers.reducer.comm
         if norm_type == float("inf"):

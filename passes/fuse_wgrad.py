@@ -27,18 +27,25 @@ _CASTS = (aten._to_copy.default,)
 
 
 class WeightGrad(NamedTuple):
-    """A gradient that is a matrix product: the ``mm`` node, and whether the gradient is its transpose."""
+    """A gradient that is a matrix product, perhaps transposed."""
 
-    mm: Node
+    chain: tuple[Node, ...]
+    """From the gradient to its ``mm``; each has one reader."""
     is_transposed: bool
+
+    @property
+    def mm(self) -> Node:
+        return self.chain[-1]
 
 
 def find_weight_grad(grad: Node) -> WeightGrad | None:
     """Peel transposes and widening casts off ``grad``; None when what is left is not an ``mm`` of its own."""
     node, is_transposed = grad, False
+    chain: list[Node] = []
     while len(node.users) == 1:
+        chain.append(node)
         if node.target is aten.mm.default:
-            return WeightGrad(node, is_transposed)
+            return WeightGrad(tuple(chain), is_transposed)
         if node.op != "call_function" or not node.all_input_nodes:
             return None
         source = node.all_input_nodes[0]
@@ -72,6 +79,7 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
     graph = gm.graph
     values = outputs(graph)
     main_grads = main_grad_nodes(gm)
+    replaced: list[Node] = []
     for position, param in gradients.items():
         grad = values[position]
         found = find_weight_grad(grad) if isinstance(grad, Node) else None
@@ -79,8 +87,10 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
             continue
         _write_product(graph, found, main_grads[param.handle, param.param], grad, accumulate)
         values[position] = None
+        replaced.extend(found.chain)
     set_outputs(graph, values)
-    graph.eliminate_dead_code()
+    for node in replaced:
+        graph.erase_node(node)
     return gm
 
 

@@ -27,20 +27,18 @@ class ParamGradBuffer:
         self.slots = dict(zip(layout.params, layout.slots))
         self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
         self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device) if sharded else None
+        self.main_grads = {index: self._view(self.grad_data, index) for index in layout.params}
+        """View of ``grad_data`` of each parameter, in its shape; the tensor that ``param.main_grad`` is."""
         for index, param in self.params.items():
             if self.param_data is not None:
                 view = self._view(self.param_data, index)
                 view.copy_(param.data)
                 param.data = view
-            bind_main_grad(param, self._view(self.grad_data, index))
+            bind_main_grad(param, self.main_grads[index])
 
     def _view(self, data: Tensor, index: int) -> Tensor:
         slot = self.slots[index]
         return data[slot.start : slot.end].view(self.params[index].shape)
-
-    def grad_view(self, index: int) -> Tensor:
-        """``main_grad`` of parameter ``index``, in its shape."""
-        return self._view(self.grad_data, index)
 
     def shard(self, data: Tensor, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
         """The slice of ``data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""
@@ -49,9 +47,9 @@ class ParamGradBuffer:
 
     def release(self) -> None:
         """Give every parameter storage of its own again and drop the gradient views."""
-        for param in self.params.values():
+        for index, param in self.params.items():
             if self.param_data is not None:
                 param.data = param.data.clone()
-            if param.grad is not None and param.grad.data_ptr() == getattr(param, "main_grad", param).data_ptr():
+            if param.grad is not None and param.grad.data_ptr() == self.main_grads[index].data_ptr():
                 param.grad = None
             unbind_main_grad(param)

@@ -13,6 +13,10 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed them and warns about the old names, which 2.11 only has.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class PendingWork(NamedTuple):
     """A collective in flight."""
@@ -101,14 +105,22 @@ class ProcessGroupComm:
     """``torch.distributed`` on a communicator of its own, created from ``group`` and destroyed by ``close``.
 
     A communicator of its own keeps our order of collectives apart from the user's, and gradients apart from gathers.
+    Every rank of ``group`` must create it; for a group of all ranks, every rank of the world.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, name: str, timeout: timedelta | None) -> None:
         self.size = group.size()
         self.rank = group.rank()
         self.name = name
+        # Other ranks do not take part in creating a sub-group, so torch names it by a hash of its ranks and of the
+        # number of live groups. After a destroy that name comes back, finds the old keys in the store, and hangs: a
+        # sub-group is therefore kept until the process group itself is destroyed.
+        self._is_subgroup = group.size() < dist.get_world_size()
         self._group: dist.ProcessGroup | None = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=True, group_desc=name
+            dist.get_process_group_ranks(group),
+            timeout=timeout,
+            use_local_synchronization=self._is_subgroup,
+            group_desc=name,
         )
 
     @property
@@ -129,11 +141,11 @@ class ProcessGroupComm:
         return PendingWork(_waiter(work), (full,))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork:
-        work = dist.reduce_scatter_tensor(shard, full, op=_reduce_op(average), group=self.group, async_op=True)
+        work = _reduce_scatter(shard, full, op=_reduce_op(average), group=self.group, async_op=True)
         return PendingWork(_waiter(work), (shard, full))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
-        work = dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True)
+        work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard))
 
     def all_gather_object(self, value: object) -> list[object]:
@@ -150,7 +162,7 @@ class ProcessGroupComm:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
+        if self._group is not None and dist.is_initialized() and not self._is_subgroup:
             dist.destroy_process_group(self._group)
         self._group = None
 

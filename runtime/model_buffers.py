@@ -52,7 +52,7 @@ class ModelBuffers:
         self.buffers = [
             ParamGradBuffer(layout, params, device=device, sharded=plan.sharded) for layout in plan.layouts
         ]
-        self.main_grads = [self.buffers[buffer].grad_view(i) for i, (buffer, _) in enumerate(self.locations)]
+        self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
         self.token = torch.zeros(1, device=device)
         self.reducer = GradReducer(plan, self.buffers, grad_comm, scale=scale, average=average)
         self.gatherer = ParamGatherer(plan, self.buffers, param_comm) if plan.sharded else None

@@ -38,9 +38,11 @@ def shard_bounds(bucket: tuple[int, int], dp_size: int, dp_rank: int) -> tuple[i
     """Range of the buffer that ``dp_rank`` owns of ``bucket``.
 
     Raises:
-        ValueError: the bucket does not divide by ``dp_size``.
+        ValueError: the bucket does not divide by ``dp_size``, or there is no such rank.
     """
     start, end = bucket
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"rank {dp_rank} is not one of {dp_size} ranks")
     shard, rest = divmod(end - start, dp_size)
     if rest:
         raise ValueError(f"bucket [{start}, {end}) does not divide by {dp_size} ranks")

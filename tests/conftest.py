@@ -1,0 +1,33 @@
+"""Process groups that live for the whole test session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import RankGroup, fresh_compiler
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankGroup]]:
+    """``ranks(world)`` is the session's group of that size."""
+    groups: dict[int, RankGroup] = {}
+
+    def get(world: int) -> RankGroup:
+        for other, group in groups.items():
+            # Two cores: processes of another world would only wait for memory.
+            if other != world:
+                group.close()
+        return groups.setdefault(world, RankGroup(world))
+
+    yield get
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    fresh_compiler()

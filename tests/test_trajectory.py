@@ -1,0 +1,267 @@
+"""Whole training runs equal Megatron-LM's own: losses, norms, gradients, parameters and layout, step by step.
+
+Every fp32 run of ``oracle/trajectory.json.gz`` with dense parameters and one optimizer instance, without fp32 local
+accumulation, fp32-accumulating reduce-scatter and the layer-wise optimizer, which megabuf_fx does not have. Layout and
+scaling are compared exactly, numbers as said at ``BOUNDS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import megabuf_fx as mb
+import pytest
+import torch
+from helpers import RankGroup, fresh_compiler, max_difference, params_of
+from oracle_data import load
+from torch import Tensor, nn
+from trajectory_models import count_tokens, decode, initial_params, make_model, mean_loss, micro_batch, summed_loss
+
+BOUNDS = {"loss": 5e-6, "grad_norm": 5e-6, "final": 5e-6, "main_grad_owned": 5e-6, "main_grad_rest": 5e-6}
+
+NOT_COVERED = {"instances": 1, "ep": 1, "layerwise": False, "patterns": None, "fp32acc": False}
+"""Keys of a run's config, absent where they have this value, that name what megabuf_fx does not have."""
+
+Run = dict[str, Any]
+
+
+def is_covered(run: Run) -> bool:
+    config = run["config"]
+    return config["param_dtype"] == "fp32" and all(config.get(key, off) == off for key, off in NOT_COVERED.items())
+
+
+def covered_runs() -> list[Run]:
+    return [run for run in load("trajectory")["runs"] if is_covered(run)]
+
+
+def megabuf_config(config: dict[str, Any]) -> mb.MegabufConfig:
+    """The config of a run, in our names."""
+    is_sharded = config["dist_opt"]
+    return mb.MegabufConfig(
+        use_distributed_optimizer=is_sharded,
+        dense_layout=not is_sharded,
+        bucket_size=config["bucket_size"],
+        grad_reduce_in_fp32=config["g32"],
+        overlap_grad_reduce=config["overlap"],
+        overlap_param_gather=config["overlap"] and is_sharded,
+        average_in_collective=config.get("avg", False),
+        calculate_per_token_loss=config.get("per_token", False),
+        pad_buckets_for_high_nccl_busbw=config.get("busbw", False),
+        inner_compiler="aot_eager",
+    )
+
+
+class Observed(NamedTuple):
+    """What one rank saw of one run, in the terms of the oracle."""
+
+    losses: list[float]
+    """By step, summed over micro-batches."""
+    grad_norms: list[float]
+    main_grads: dict[str, Tensor]
+    """After the first step's reduction, before its clipping."""
+    final: dict[str, Tensor]
+    layout: list[dict[str, Any]]
+    places: dict[str, tuple[int, int | None]]
+    """By parameter: first element of ``main_grad`` and, sharded, of the parameter itself in their storages."""
+    launched_in_graph: set[int]
+    """Bucket groups whose reduction a compiled graph starts."""
+    num_groups: int
+
+
+def make_optimizer(model: nn.Module, config: dict[str, Any]) -> Any:
+    """AdamW with the oracle's hyper-parameters; one-dimensional parameters do not decay."""
+    groups = [
+        {"params": [param for param in model.parameters() if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in model.parameters() if param.dim() == 1], "weight_decay": 0.0},
+    ]
+    if config["dist_opt"]:
+        return mb.DistributedOptimizer(groups, torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+
+
+def clip(model: nn.Module, optimizer: Any, max_norm: float) -> float:
+    """Clip and return the norm before. Without clipping ``step()`` of the oracle returns 0.0."""
+    if max_norm == 0.0:
+        return 0.0
+    if isinstance(optimizer, mb.DistributedOptimizer):
+        return optimizer.clip_grad_norm_(max_norm).item()
+    # torch's coefficient is Megatron's: max_norm / (norm + 1e-6), at most 1.
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+
+
+def layout_of(buf: mb.MegabufHandle) -> list[dict[str, Any]]:
+    """The buffers as the oracle writes them."""
+    return [
+        {
+            "param_dtype": str(layout.key.param_dtype).removeprefix("torch."),
+            "grad_dtype": str(layout.key.grad_dtype).removeprefix("torch."),
+            "numel": layout.numel,
+            "numel_unpadded": layout.numel_unpadded,
+            "buckets": [list(bucket) for bucket in layout.buckets],
+            "map": {
+                buf.plan.params[index].name: [slot.start, slot.end, slot.bucket]
+                for index, slot in zip(layout.params, layout.slots)
+            },
+            "scaling": buf.buffers.reducer.scale,
+        }
+        for layout in buf.plan.layouts
+    ]
+
+
+def backward_step(
+    run: Callable[..., Tensor], buf: mb.MegabufHandle, config: dict[str, Any], step: int, rank: int
+) -> Iterator[float]:
+    """All micro-batches of one step; yields their losses."""
+    for micro in range(config["nmb"]):
+        is_last = micro + 1 == config["nmb"]
+        inputs, targets = micro_batch(config["model"], step, micro, rank)
+        with contextlib.nullcontext() if is_last else buf.no_sync():
+            outputs = run(inputs)
+            if config.get("per_token"):
+                loss = summed_loss(outputs, targets, count_tokens(micro, rank))
+            else:
+                loss = mean_loss(outputs, targets) / config["nmb"]
+            loss.backward()
+        yield loss.item()
+
+
+def train(rank: int, oracle: Run, compiled: bool) -> Observed:
+    """One run of the oracle on this rank."""
+    config, world = oracle["config"], oracle["world_size"]
+    model = make_model(config["model"])
+    buf = mb.attach(model, megabuf_config(config))
+    # fullgraph: a graph break must not turn the compiled path silently into the eager one.
+    run = torch.compile(model, backend="megabuf", fullgraph=True) if compiled else model
+    optimizer = make_optimizer(model, config)
+    losses, norms, main_grads = [], [], {}
+    for step in range(config["steps"]):
+        losses.append(sum(backward_step(run, buf, config, step, rank)))
+        buf.finish_grad_sync()
+        if config.get("per_token"):
+            tokens = sum(count_tokens(micro, r) for micro in range(config["nmb"]) for r in range(world))
+            assert tokens == oracle["global_num_tokens"][step]
+            buf.scale_gradients(1.0 / tokens)
+        if step == 0:
+            main_grads = {name: param.main_grad.clone() for name, param in model.named_parameters()}
+        norms.append(clip(model, optimizer, config["clip"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    buf.sync_params()
+    observed = Observed(
+        losses=losses,
+        grad_norms=norms,
+        main_grads=main_grads,
+        final=params_of(model),
+        layout=layout_of(buf),
+        places={
+            name: (param.main_grad.storage_offset(), param.storage_offset() if config["dist_opt"] else None)
+            for name, param in model.named_parameters()
+        },
+        launched_in_graph=set(buf.buffers.boundaries),
+        num_groups=len(buf.plan.groups),
+    )
+    buf.detach()
+    return observed
+
+
+def owned(oracle: Run, rank: int, name: str, shape: torch.Size) -> Tensor:
+    """Which elements of a parameter's gradient are reduced on this rank: its shards, or everything if not sharded."""
+    if not oracle["config"]["dist_opt"]:
+        return torch.ones(shape, dtype=torch.bool)
+    (buffer,) = oracle["layout"]["dense"]
+    start, end, bucket = buffer["map"][name]
+    bucket_start, bucket_end = buffer["buckets"][bucket]
+    shard = (bucket_end - bucket_start) // oracle["world_size"]
+    position = torch.arange(start, end)
+    return ((position - bucket_start) // shard == rank).view(shape)
+
+
+def largest(left: list[float], right: list[float]) -> float:
+    assert len(left) == len(right)
+    return max(abs(a - b) for a, b in zip(left, right))
+
+
+def differences(rank: int, oracle: Run, observed: Observed) -> dict[str, float]:
+    """Largest absolute difference of each kind; keys are those of ``BOUNDS``."""
+    model = make_model(oracle["config"]["model"])
+    found = {
+        "loss": largest(observed.losses, oracle["loss_per_rank"][rank]),
+        "grad_norm": largest(observed.grad_norms, oracle["grad_norm"]),
+        "final": max_difference(observed.final, decode(oracle["final"], model)),
+    }
+    if "main_grad_step0_per_rank" in oracle:
+        expected = decode(oracle["main_grad_step0_per_rank"][rank], model)
+        parts: dict[str, list[Tensor]] = {"main_grad_owned": [], "main_grad_rest": []}
+        for name, grad in observed.main_grads.items():
+            is_owned = owned(oracle, rank, name, grad.shape)
+            difference = (grad - expected[name]).abs()
+            parts["main_grad_owned"].append(difference[is_owned])
+            parts["main_grad_rest"].append(difference[~is_owned])
+        found |= {kind: torch.cat(part).max().item() for kind, part in parts.items() if torch.cat(part).numel()}
+    return found
+
+
+def find_problems(rank: int, oracle: Run, observed: Observed, compiled: bool) -> list[str]:
+    """Everything in which a run is not the oracle's; empty when all is well."""
+    problems = [
+        f"{kind} differs by {value:.2e}, more than {BOUNDS[kind]:.0e}"
+        for kind, value in differences(rank, oracle, observed).items()
+        if not value <= BOUNDS[kind]  # so that NaN is a problem
+    ]
+    expected: list[dict[str, Any]] = oracle["layout"]["dense"]
+    if observed.layout != expected:
+        problems.append(f"layout is {observed.layout}, expected {expected}")
+    is_sharded = oracle["config"]["dist_opt"]
+    places = {
+        name: (start, start if is_sharded else None) for buffer in expected for name, (start, _, _) in buffer["map"].items()
+    }
+    if observed.places != places:
+        problems.append(f"tensors lie at {observed.places}, expected {places}")
+    return problems
+
+
+def check_runs(rank: int, world: int, compiled: bool) -> dict[str, list[str]]:
+    """Problems of all covered runs of one world, by run."""
+    problems = {}
+    for oracle in covered_runs():
+        if oracle["world_size"] == world:
+            try:
+                problems[oracle["id"]] = find_problems(rank, oracle, train(rank, oracle, compiled), compiled)
+            except Exception as error:
+                error.add_note(f"in run {oracle['id']}")
+                raise
+            fresh_compiler()
+    return problems
+
+
+def test_covered_runs_are_all() -> None:
+    assert Counter(run["world_size"] for run in covered_runs()) == {1: 16, 2: 18, 4: 18}
+    assert not any(run["layout"]["expert"] for run in covered_runs())
+    assert all(run["final_identical_on_all_ranks"] for run in covered_runs())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "gpt_untied"])
+def test_models_start_where_the_oracle_does(name: str) -> None:
+    model = make_model(name)
+    expected = initial_params(name, model)
+    assert list(expected) == [param_name for param_name, _ in model.named_parameters()]
+    assert max_difference(params_of(model), expected) == 0.0
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager_path"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equals_megatron(ranks: Callable[[int], RankGroup], world: int, compiled: bool) -> None:
+    answers = ranks(world).run(check_runs, world, compiled, timeout=180)
+    problems = [
+        f"{name} rank {rank}: {problem}"
+        for rank, answer in enumerate(answers)
+        for name, found in answer.items()
+        for problem in found
+    ]
+    assert not problems, "\n".join(problems)
+    assert len(answers[0]) == sum(run["world_size"] == world for run in covered_runs())
