@@ -93,7 +93,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile(module)``; any other module itself."""
     from torch._dynamo import OptimizedModule
 
-    return cast("nn.Module", model._orig_mod) if isinstance(model, OptimizedModule) else model
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def find_root_modules(gm: GraphModule) -> list[nn.Module]:
@@ -124,7 +124,7 @@ def _outermost_module(source: Any, scope: dict[str, Any]) -> nn.Module | None:
     for link in reversed(chain):
         name = link.name() if callable(link.name) else link.name
         try:
-            value = eval(name, dict(scope))  # noqa: S307 - Dynamo's own accessor expressions
+            value = eval(name, dict(scope))
         except Exception:
             continue
         value = getattr(value, "__self__", value)

@@ -107,9 +107,7 @@ def _refuse_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             )
 
 
-def _find_or_attach(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
-) -> list[MegabufHandle]:
+def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> list[MegabufHandle]:
     """Handles of the attached models whose parameters the graph uses; attaches the root of an unattached one."""
     trainable = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.requires_grad]
     handles = find_handles(trainable)

@@ -41,9 +41,7 @@ def check_model(model: nn.Module, named: NamedParams, config: MegabufConfig, att
                 "gradients only, build it with sparse=False"
             )
     if not named:
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameters; set requires_grad before attaching"
-        )
+        raise ValueError(f"{type(model).__name__} has no trainable parameters; set requires_grad before attaching")
     for name, param in named:
         _check_param(name, param)
         if any(buffers.index_of(param) is not None for buffers in attached):

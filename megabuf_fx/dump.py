@@ -1,8 +1,8 @@
 """Writing what was compiled: MEGABUF_DUMP=dir or ``MegabufConfig(dump_dir=...)``.
 
-    <dir>/rank0/graph0_backward_overwrite_sync/
-        00_traced.py  01_add_buffer_inputs.py  ...   the readable graph after each pass
-        plan.json                                    layout, bucket groups, boundaries and their trigger nodes
+<dir>/rank0/graph0_backward_overwrite_sync/
+    00_traced.py  01_add_buffer_inputs.py  ...   the readable graph after each pass
+    plan.json                                    layout, bucket groups, boundaries and their trigger nodes
 """
 
 from __future__ import annotations

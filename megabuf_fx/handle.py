@@ -41,9 +41,7 @@ class MegabufHandle:
     ``model`` is the attached module, ``config`` the effective configuration, ``plan`` the layout and bucket groups.
     """
 
-    def __init__(
-        self, model: nn.Module, config: MegabufConfig, plan: BucketPlan, buffers: ModelBuffers
-    ) -> None:
+    def __init__(self, model: nn.Module, config: MegabufConfig, plan: BucketPlan, buffers: ModelBuffers) -> None:
         self.model = model
         self.config = config
         self.plan = plan
@@ -144,9 +142,7 @@ class MegabufHandle:
         self._publish_grads()
 
     def _publish_grads(self) -> None:
-        for param, main_grad, written in zip(
-            self.buffers.params, self.buffers.main_grads, self.buffers.state.written
-        ):
+        for param, main_grad, written in zip(self.buffers.params, self.buffers.main_grads, self.buffers.state.written):
             if written:
                 param.grad = main_grad
         self.buffers.reopen()

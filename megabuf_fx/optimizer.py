@@ -63,9 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = _as_groups(params)
         self.handle = _find_handle(groups)
         self._runs = [_make_runs(self.handle, group["params"]) for group in groups]
-        inner_groups = [
-            {**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)
-        ]
+        inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
         self.handle.buffers.sync_params()
@@ -181,8 +179,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _total_norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
         device = self.handle.buffers.token.device
         # In chunks: the fp32 norm of one long run loses digits on the CPU (1e-4 relative at 5M elements).
-        chunks = [chunk.float() for grad in grads for chunk in grad.split(NORM_CHUNK)]
-        norms = torch._foreach_norm(chunks, norm_type) if chunks else ()
+        chunks = [chunk for grad in grads for chunk in grad.split(NORM_CHUNK)]
+        norms = torch._foreach_norm(chunks, norm_type, dtype=torch.float32) if chunks else ()
         local = torch.stack(norms) if norms else torch.zeros(1, device=device)
         comm = self.handle.buffers.reducer.comm
         if norm_type == float("inf"):
@@ -207,7 +205,9 @@ def _find_handle(groups: list[dict[str, Any]]) -> MegabufHandle:
     params = [param for group in groups for param in group["params"] if param.requires_grad]
     handles = find_handles(params)
     if not handles:
-        raise ValueError("these parameters are not attached; call megabuf_fx.attach(model) before the optimizer is built")
+        raise ValueError(
+            "these parameters are not attached; call megabuf_fx.attach(model) before the optimizer is built"
+        )
     if len(handles) > 1:
         raise ValueError(f"these parameters belong to {len(handles)} attached models; build one optimizer for each")
     (handle,) = handles

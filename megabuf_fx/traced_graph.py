@@ -35,6 +35,8 @@ from megabuf_fx.runtime.step_state import ForwardToken
 from megabuf_fx.variants import Boxed, GraphSource
 
 _METADATA_KEY = "megabuf_fx"
+_COMPILED_NODE = "CompiledFunctionBackward"
+"""Class name of AOTAutograd's nodes; every compiled graph has a class of its own of that name."""
 MAX_LAUNCH_SETS = 4
 """Sets of bucket groups that one backward is compiled to launch; beyond it the host launches instead."""
 
@@ -78,7 +80,14 @@ class TracedGraph:
     """What the backend returns for one Dynamo graph, apart from AOTAutograd's own wrapper around it."""
 
     def __init__(
-        self, example_inputs: Sequence[Any], *, number: int, rank: int, inner_compiler: str, fuse: bool, dump_dir: str | None
+        self,
+        example_inputs: Sequence[Any],
+        *,
+        number: int,
+        rank: int,
+        inner_compiler: str,
+        fuse: bool,
+        dump_dir: str | None,
     ) -> None:
         self.number = number
         self.rank = rank
@@ -154,7 +163,7 @@ class TracedGraph:
         binding = self._binding
         if binding.forward is None:
             self._compile_forward(binding)
-        assert binding.forward is not None  # noqa: S101 - compiled above
+        assert binding.forward is not None
         return binding.forward(args)
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -190,7 +199,8 @@ class TracedGraph:
             for model in binding.models.values():
                 model.mark_untouched()
         if token is not None and not keeps_graph:
-            token.is_finished = True
+            for model in binding.models.values():
+                model.state.close_forward(token)
         return variant(args)
 
     def _leave_token(self, results: Any, binding: Binding) -> None:
@@ -200,7 +210,7 @@ class TracedGraph:
         token = ForwardToken(binding.plan.groups)
         node.metadata[_METADATA_KEY] = (binding, token)
         for model in binding.models.values():
-            model.state.add_forward(token)
+            model.state.open_forward(token)
 
     def _find_node(self, results: Any) -> Any:
         """The autograd node that this call created: the results' own, or behind the views that alias them."""
@@ -216,9 +226,8 @@ class TracedGraph:
         return None
 
     def _is_own_node(self, node: Any) -> bool:
-        if self._node_type is not None:
-            return type(node) is self._node_type and _METADATA_KEY not in node.metadata
-        return type(node).__name__ == "CompiledFunctionBackward" and _METADATA_KEY not in node.metadata
+        is_kind = type(node) is self._node_type if self._node_type else type(node).__name__ == _COMPILED_NODE
+        return is_kind and _METADATA_KEY not in node.metadata
 
     # Compiling.
 
@@ -234,7 +243,7 @@ class TracedGraph:
         return role
 
     def _compile_forward(self, binding: Binding) -> None:
-        assert self._forward_source is not None  # noqa: S101 - set by inner_compile
+        assert self._forward_source is not None
         gathering = {h for h, model in binding.models.items() if model.overlap_param_gather}
         extras: tuple[ExtraInput, ...] = ()
         waiting = [param for param in binding.plan.params if param.handle in gathering]
@@ -257,7 +266,7 @@ class TracedGraph:
         variant = binding.backwards.get(role)
         if variant is not None:
             return variant
-        assert self._backward_source is not None  # noqa: S101 - a backward runs only after it was captured
+        assert self._backward_source is not None
         gradients = self._writes(binding) if role.write is not None else {}
         extras: tuple[ExtraInput, ...] = ()
         if gradients:
@@ -330,4 +339,3 @@ def _boxed(function: Boxed) -> Boxed:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-

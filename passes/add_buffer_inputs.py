@@ -56,9 +56,7 @@ def extra_inputs(
     return (*found.values(), *tokens)
 
 
-def add_buffer_inputs(
-    gm: GraphModule, *, extras: Sequence[ExtraInput], writes: Sequence[GraphParam]
-) -> GraphModule:
+def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: Sequence[GraphParam]) -> GraphModule:
     if not extras:
         return gm
     graph = gm.graph

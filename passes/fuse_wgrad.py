@@ -8,6 +8,7 @@ the sum of micro-batches is added inside the product (``addmm``) instead of afte
 
 Requires: buffers.
 Ensures: every gradient that is a (transposed, widened) ``mm`` with one reader is written by one mutating op.
+Raises: PassError when a product has other operands than two tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
 
-from megabuf_fx.passes.contract import GraphPass
+from megabuf_fx.passes.contract import GraphPass, PassError
 from megabuf_fx.passes.graph_utils import aten, inherit_provenance, main_grad_nodes, outputs, set_outputs
 from megabuf_fx.runtime.ops import accumulate_wgrad_
 from megabuf_fx.runtime.plan import GraphParam
@@ -97,7 +98,8 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
 def _write_product(graph: Graph, found: WeightGrad, main_grad: Node, grad: Node, accumulate: bool) -> None:
     # args: mm(self, mat2)
     lhs, rhs = found.mm.args
-    assert isinstance(lhs, Node) and isinstance(rhs, Node)  # noqa: S101 - the schema of mm
+    if not isinstance(lhs, Node) or not isinstance(rhs, Node):
+        raise PassError(PASS.name, f"mm of {lhs} and {rhs}, expected two tensors", found.mm)
     with graph.inserting_before(found.mm):
         if found.is_transposed:
             # (a b)^T = b^T a^T: transposing the factors is a view, transposing the product would be a copy.

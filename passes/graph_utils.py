@@ -33,7 +33,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def output_node(graph: Graph) -> Node:
-    (node,) = graph.find_nodes(op="output")
+    node: Node = next(iter(graph.find_nodes(op="output")))
     return node
 
 

@@ -6,6 +6,7 @@ A ``Comm`` starts a collective and returns a ``PendingWork``; ``wait()`` makes t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -126,7 +127,7 @@ class ProcessGroupComm:
     @property
     def group(self) -> dist.ProcessGroup:
         self.check_alive()
-        assert self._group is not None  # noqa: S101 - check_alive raised otherwise
+        assert self._group is not None
         return self._group
 
     def check_alive(self) -> None:
@@ -163,7 +164,9 @@ class ProcessGroupComm:
 
     def close(self) -> None:
         if self._group is not None and dist.is_initialized() and not self._is_subgroup:
-            dist.destroy_process_group(self._group)
+            # The world may have been destroyed, this group with it, and initialized anew.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(self._group)
         self._group = None
 
 

@@ -109,7 +109,9 @@ class BufferLayout:
         previous: tuple[int, ParamSlot] | None = None
         for param, slot in sorted(zip(self.params, self.slots), key=lambda item: (item[1].start, item[1].end)):
             if not 0 <= slot.bucket < len(self.buckets):
-                raise ValueError(f"parameter {param} at {slot} names one of {len(self.buckets)} buckets that is not there")
+                raise ValueError(
+                    f"parameter {param} at {slot} names one of {len(self.buckets)} buckets that is not there"
+                )
             start, end = self.buckets[slot.bucket]
             if not start <= slot.start <= slot.end <= end:
                 raise ValueError(f"parameter {param} at {slot} leaves its bucket [{start}, {end})")

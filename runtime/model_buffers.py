@@ -49,9 +49,7 @@ class ModelBuffers:
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         device = params[0].device
-        self.buffers = [
-            ParamGradBuffer(layout, params, device=device, sharded=plan.sharded) for layout in plan.layouts
-        ]
+        self.buffers = [ParamGradBuffer(layout, params, device=device, sharded=plan.sharded) for layout in plan.layouts]
         self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
         self.token = torch.zeros(1, device=device)
         self.reducer = GradReducer(plan, self.buffers, grad_comm, scale=scale, average=average)
@@ -66,6 +64,10 @@ class ModelBuffers:
         self.no_sync_depth = 0
         self.is_closed = False
         self._backward_id = -1
+        self._is_reduced = False
+        """Not sharded: nothing was accumulated since the last reduction."""
+        self._is_reduced_before = False
+        """The same, when the running backward began."""
         self._untouched_id = -1
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
@@ -112,6 +114,7 @@ class ModelBuffers:
         if backward_id != self._backward_id:
             self._backward_id = backward_id
             self.state.is_unsynced = self.no_sync_depth > 0
+            self._is_reduced_before, self._is_reduced = self._is_reduced, False
 
     def prepare_graph_write(self, param: int) -> None:
         """Make ``state.written`` true to what the slot holds, before a graph decides between overwriting and adding.
@@ -134,6 +137,7 @@ class ModelBuffers:
         self._untouched_id = self._backward_id
 
     def _read_grad(self, param: int) -> None:
+        self._refuse_second_sum(param)
         grad, main_grad = self.params[param].grad, self.main_grads[param]
         if grad is None:
             if self._graph_wrote_in[param] != self._backward_id:
@@ -143,12 +147,23 @@ class ModelBuffers:
                 main_grad.copy_(grad)
             self.state.written[param] = True
 
+    def _refuse_second_sum(self, param: int) -> None:
+        """Without sharding, gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
+        is_sum = self.reducer.scale == 1.0 and not self.reducer.average and self.reducer.comm.size > 1
+        if is_sum and self._is_reduced_before and self.params[param].grad is not None:
+            raise RuntimeError(
+                f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over ranks "
+                "(calculate_per_token_loss=True) and would be summed again. Run all micro-batches but the last inside "
+                "`with buf.no_sync()`, and call zero_grad() after every step"
+            )
+
     # What the hooks on AccumulateGrad nodes call.
 
     def after_accumulate(self, param: int) -> None:
         """Autograd has accumulated one backward's gradients of ``param`` outside graphs into ``.grad``, if any.
 
         Raises:
+            RuntimeError: sparse gradient.
             NotImplementedError: a fused kernel outside our graphs added to ``main_grad``.
         """
         tensor = self.params[param]
@@ -158,6 +173,11 @@ class ModelBuffers:
                 "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
             )
         grad = tensor.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter '{self.plan.params[param].name}' got a {grad.layout} gradient; contiguous buffers hold "
+                "dense gradients only (build the embedding with sparse=False)"
+            )
         if grad is not None and grad.data_ptr() != self.main_grads[param].data_ptr():
             if not self.plan.sharded and self._graph_wrote_in[param] != self._backward_id:
                 # Autograd made a new tensor, so .grad was None: the user has zeroed.
@@ -165,6 +185,8 @@ class ModelBuffers:
             self.add_eager_gradient(param, grad)
             tensor.grad = None
         elif grad is not None:
+            # Autograd has added in place: .grad is the buffer view (not sharded).
+            self._refuse_second_sum(param)
             self.state.written[param] = True
         if not self.plan.sharded and self.state.written[param]:
             tensor.grad = self.main_grads[param]
@@ -188,14 +210,8 @@ class ModelBuffers:
         """Take a gradient that autograd accumulated outside compiled graphs.
 
         Raises:
-            RuntimeError: sparse gradient; or the bucket was reduced before this gradient came.
+            RuntimeError: the bucket was reduced before this gradient came.
         """
-        spec = self.plan.params[param]
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter '{spec.name}' got a {grad.layout} gradient; contiguous buffers hold dense gradients only "
-                "(build the embedding with sparse=False)"
-            )
         group = self.group_of[param]
         self.refuse_reduced(group)
         if self._graph_wrote_in[param] == self._backward_id and self._untouched_id != self._backward_id:
@@ -227,6 +243,8 @@ class ModelBuffers:
     def finish_grad_sync(self) -> None:
         """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset."""
         self.reducer.comm.check_alive()
+        if self._is_reduced:
+            return
         for group in range(len(self.plan.groups)):
             if not self.reducer.is_started(group):
                 self.start_grad_sync(group)
@@ -239,12 +257,14 @@ class ModelBuffers:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
         self.reducer.reset()
         self.state.reset()
+        self._is_reduced = False
         self._late.clear()
 
     def reopen(self) -> None:
         """Allow further accumulation on top of reduced gradients (non-sharded: they are equal on all ranks)."""
         self.reducer.reset()
         self.state.reopen()
+        self._is_reduced = True
 
     def sync_params(self) -> None:
         """Make every parameter current."""

@@ -83,9 +83,7 @@ def _accumulate_wgrad_(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: 
         else:
             torch.mm(lhs, rhs, out=main_grad)
     elif main_grad.is_cuda and main_grad.dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(
-            main_grad, lhs, rhs, main_grad.dtype, beta=1 if accumulate else 0, out=main_grad
-        )
+        torch.ops.aten.addmm.dtype_out(main_grad, lhs, rhs, main_grad.dtype, beta=1 if accumulate else 0, out=main_grad)
     elif accumulate:
         main_grad.add_(torch.mm(lhs, rhs))
     else:
@@ -101,17 +99,17 @@ _LIBRARY.impl("wait_param_sync", _wait_param_sync, "CompositeExplicitAutograd")
 _LIBRARY.impl("accumulate_wgrad_", _accumulate_wgrad_, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("megabuf::start_grad_sync", lib=_LIBRARY)
+@torch.library.register_fake("megabuf::start_grad_sync", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(main_grads: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
     return None
 
 
-@torch.library.register_fake("megabuf::wait_param_sync", lib=_LIBRARY)
+@torch.library.register_fake("megabuf::wait_param_sync", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(params: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
     return None
 
 
-@torch.library.register_fake("megabuf::accumulate_wgrad_", lib=_LIBRARY)
+@torch.library.register_fake("megabuf::accumulate_wgrad_", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
     return None
 

@@ -36,14 +36,17 @@ def choose_role(
     """
     if not accumulates:
         return UNTOUCHED
-    for handle, group in sorted({param.key for param in writes}):
+    written = {param.key for param in writes}
+    for handle, group in sorted(written):
         models[handle].refuse_reduced(group)
     unwritten = [param for param in writes if not models[param.handle].state.written[param.param]]
     overwrite = len(unwritten) == len(writes)
     if not overwrite:
         for param in unwritten:
             models[param.handle].zero(param.param)
-    launches = () if keeps_graph else tuple(key for key in plan.covered if _may_launch(key, models, token))
+    launches = tuple(key for key in plan.covered if key in written and _may_launch(key, models, token))
+    if keeps_graph:
+        launches = ()
     return Role("overwrite" if overwrite else "accumulate", launches)
 
 

@@ -11,9 +11,9 @@ from megabuf_fx.runtime.layout import BufferLayout
 class ShardRange:
     """The part of one parameter that a rank owns. All ranges are half-open, in elements.
 
-        bucket   |----- rank 0 -----|----- rank 1 -----|
-        params      [    W1    ][       W0        ]
-                                [-- --]                    W0 on rank 0: one ShardRange
+    bucket   |----- rank 0 -----|----- rank 1 -----|
+    params      [    W1    ][       W0        ]
+                            [-- --]                    W0 on rank 0: one ShardRange
     """
 
     bucket: int

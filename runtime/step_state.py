@@ -17,12 +17,10 @@ class ForwardToken:
     ``groups`` are the bucket groups ``(handle, group)`` that its backward will write.
     """
 
-    __slots__ = ("__weakref__", "groups", "is_finished")
+    __slots__ = ("__weakref__", "groups")
 
     def __init__(self, groups: Iterable[tuple[int, int]]) -> None:
         self.groups = frozenset(groups)
-        self.is_finished = False
-        """Its backward ran and freed the graph, so no further contribution can come from it."""
 
 
 class StepState:
@@ -52,12 +50,17 @@ class StepState:
         self._arrived = [False] * len(self._arrived)
         self._missing = [len(group.params) for group in self.plan.groups]
 
-    def add_forward(self, token: ForwardToken) -> None:
+    def open_forward(self, token: ForwardToken) -> None:
+        """A forward ran whose backward may come."""
         self._outstanding.add(token)
+
+    def close_forward(self, token: ForwardToken) -> None:
+        """The backward of this forward runs and frees its graph: nothing further can come from it."""
+        self._outstanding.discard(token)
 
     def is_awaited(self, key: tuple[int, int], *, besides: ForwardToken | None = None) -> bool:
         """Whether a forward other than ``besides`` may still write the bucket group ``(handle, group)``."""
-        return any(t is not besides and not t.is_finished and key in t.groups for t in self._outstanding)
+        return any(token is not besides and key in token.groups for token in self._outstanding)
 
     def mark_arrived(self, param: int) -> None:
         """All contributions of one backward pass to ``param`` have come (its AccumulateGrad node ran)."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import megabuf_fx as mb
 import pytest
 import torch
 from helpers import Mlp, batch, max_difference, params_of, seeded, twin
-from megabuf_fx.variants import GraphSource
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-AOT = {"inner_compiler": "aot_eager"}
+import megabuf_fx as mb
+from megabuf_fx import traced_graph
+from megabuf_fx.variants import GraphSource
+
+AOT: dict[str, Any] = {"inner_compiler": "aot_eager"}
 LR = 1e-3
 
 
@@ -37,7 +39,7 @@ def test_bare_form_attaches_and_works_with_an_optimizer_built_before() -> None:
     model = seeded(Mlp)
     expected = reference(twin(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    call = torch.compile(model, backend="megabuf", options={**AOT, "bucket_size": 600})
+    call: Any = torch.compile(model, backend="megabuf", options={**AOT, "bucket_size": 600})
     with pytest.raises(ValueError, match="not attached"):
         mb.handle(call)
     train(call, optimizer, range(4))
@@ -127,7 +129,7 @@ def test_dynamic_shapes_compile_a_bounded_number_of_graphs() -> None:
 
 
 @pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts every compilation of every variant."""
     made: list[int] = []
     original = GraphSource.compile
@@ -137,7 +139,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(GraphSource, "compile", counted)
-    yield made
+    return made
 
 
 def test_nothing_is_compiled_after_each_role_has_occurred(compiles: list[int]) -> None:
@@ -178,7 +180,12 @@ def test_first_step_launches_every_bucket_inside_the_backward(monkeypatch: pytes
     started: list[tuple[int, bool]] = []
     original = buf.buffers.start_grad_sync
     is_in_graph = True
-    monkeypatch.setattr(buf.buffers, "start_grad_sync", lambda group: (started.append((group, is_in_graph)), original(group)))
+
+    def recorded(group: int) -> None:
+        started.append((group, is_in_graph))
+        original(group)
+
+    monkeypatch.setattr(buf.buffers, "start_grad_sync", recorded)
     torch.compile(model, backend="megabuf")(batch(0, 0, 0, 8, 13)).square().mean().backward()
     is_in_graph = False
     buf.finish_grad_sync()
@@ -316,3 +323,32 @@ def test_detach_gives_the_model_back() -> None:
     train(plain, torch.optim.AdamW(plain.parameters(), lr=LR), range(2))
     assert max_difference(params_of(model), params_of(plain)) == 0.0
     mb.attach(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_distributed_optimizer": False}, {"use_distributed_optimizer": False, "dense_layout": True}],
+    ids=["sharded", "plain", "dense"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_misaligned_view_enters_a_graph(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """On CUDA, Inductor clones a misaligned mutated input and copies it back only after the graph."""
+    model = seeded(lambda: Mlp(hidden=37).to(dtype))
+    buf = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=600, **options))
+    entered: list[Tensor] = []
+    original = traced_graph._find_tensor
+
+    def recorded(*args: Any) -> Tensor:
+        entered.append(original(*args))
+        return entered[-1]
+
+    monkeypatch.setattr(traced_graph, "_find_tensor", recorded)
+    call = torch.compile(model, backend="megabuf")
+    call(batch(0, 0, 0, 8, 13).to(dtype)).square().mean().backward()
+    assert entered
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in [*entered, *model.parameters()])
+    if options.get("dense_layout"):
+        assert any(main_grad.data_ptr() % 16 for main_grad in buf.buffers.main_grads)
+        assert {tensor.numel() for tensor in entered} == {1, buf.buffers.buffers[0].layout.numel}

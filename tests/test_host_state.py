@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import megabuf_fx as mb
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import RankGroup, batch, max_difference, params_of, seeded, twin
+from helpers import RankGroup, batch, fresh_compiler, max_difference, params_of, seeded, twin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import megabuf_fx as mb
 
 pytestmark = pytest.mark.dist
 
@@ -107,7 +108,8 @@ def forwards_then_backwards_reversed(call: Call, model: nn.Module, data: Callabl
 def outstanding_forwards_without_no_sync(
     call: Call, model: nn.Module, data: Callable[[int], Tensor], sync: Sync
 ) -> None:
-    """A forward whose backward is still to come keeps its buckets open by itself (sharded mode)."""
+    """A forward whose backward is still to come keeps its buckets open by itself when sharded; else each backward
+    reduces, and averages of averages add up to the same."""
     losses = [call(data(micro)).square().mean() for micro in range(2)]
     for loss in losses:
         loss.backward()
@@ -182,6 +184,7 @@ SCENARIOS: dict[str, tuple[Callable[..., None], Callable[[], nn.Module]]] = {
     "no_grad_between": (no_grad_between, Twice),
     "forwards_then_backwards": (forwards_then_backwards, Twice),
     "forwards_then_backwards_reversed": (forwards_then_backwards_reversed, Twice),
+    "outstanding_forwards_without_no_sync": (outstanding_forwards_without_no_sync, Twice),
     "summed_losses": (summed_losses, Twice),
     "kept_graph": (kept_graph, Twice),
     "eager_penalty": (eager_penalty, Twice),
@@ -248,8 +251,6 @@ def play(rank: int, name: str, mode: str, micro_sync: bool = True) -> str | None
 
 
 def play_all(rank: int, mode: str) -> list[str]:
-    from helpers import fresh_compiler
-
     problems = []
     for name in SCENARIOS:
         problem = play(rank, name, mode)

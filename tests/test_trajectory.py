@@ -2,25 +2,57 @@
 
 Every fp32 run of ``oracle/trajectory.json.gz`` with dense parameters and one optimizer instance, without fp32 local
 accumulation, fp32-accumulating reduce-scatter and the layer-wise optimizer, which megabuf_fx does not have. Layout and
-scaling are compared exactly, numbers as said at ``BOUNDS``.
+scaling are compared exactly, numbers as ``Bounds`` says.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import megabuf_fx as mb
 import pytest
 import torch
-from helpers import RankGroup, fresh_compiler, max_difference, params_of
+import torch.distributed as dist
+from helpers import RankGroup, fresh_compiler, params_of
 from oracle_data import load
 from torch import Tensor, nn
 from trajectory_models import count_tokens, decode, initial_params, make_model, mean_loss, micro_batch, summed_loss
 
-BOUNDS = {"loss": 5e-6, "grad_norm": 5e-6, "final": 5e-6, "main_grad_owned": 5e-6, "main_grad_rest": 5e-6}
+import megabuf_fx as mb
+
+LR = 0.01
+EPS = 1e-8
+
+GRAD_NOISE = 3e-9
+"""How far other rounding may move an element of the first gradient; measured 1.3e-9 over four sets of CPU kernels."""
+
+
+class Bounds(NamedTuple):
+    """Largest absolute differences allowed. The oracle was made on a machine whose matrix products round differently.
+
+    For a parameter that is ``final`` plus what the first step of AdamW, ``lr * g / (|g| + eps)``, makes of
+    ``GRAD_NOISE``: its derivative is ``lr * eps / (|g| + eps)**2``, 1e6 at zero. In ``gpt`` one or two of 16008
+    elements have a gradient near ``eps`` by chance and end up to 1.2e-4 apart; all others are within 1.2e-5.
+    """
+
+    loss: float = 5e-6
+    """Of sums up to 7.1, where neighbouring fp32 numbers are 4.8e-7 apart; measured 8e-7."""
+    grad_norm: float = 5e-6
+    """Measured 1.1e-6, norms up to 4.1."""
+    final: float = 5e-6
+    """Measured 7e-7."""
+    main_grad_owned: float = 1e-6
+    """Measured 1.2e-7; the largest gradients are near 0.69, where neighbouring fp32 numbers are 6e-8 apart."""
+    main_grad_rest: float = 1e-6
+    """Measured 6e-8."""
+
+
+GPT_BOUNDS = Bounds(loss=3e-5, grad_norm=2e-4, final=1e-4)
+"""After the first step the few elements above act on everything else: measured 2.9e-6, 2.1e-5 and 1.1e-5, with the
+least alike kernels (``ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE``) 1.0e-5, 6.9e-5 and 3.0e-5."""
 
 NOT_COVERED = {"instances": 1, "ep": 1, "layerwise": False, "patterns": None, "fp32acc": False}
 """Keys of a run's config, absent where they have this value, that name what megabuf_fx does not have."""
@@ -64,11 +96,12 @@ class Observed(NamedTuple):
     """After the first step's reduction, before its clipping."""
     final: dict[str, Tensor]
     layout: list[dict[str, Any]]
-    places: dict[str, tuple[int, int | None]]
-    """By parameter: first element of ``main_grad`` and, sharded, of the parameter itself in their storages."""
-    launched_in_graph: set[int]
+    main_grad_starts: dict[str, int]
+    """First element of ``main_grad`` in its storage."""
+    param_starts: dict[str, int]
+    """The same of the parameter itself, when it lies in a buffer (sharded)."""
+    launched: set[int]
     """Bucket groups whose reduction a compiled graph starts."""
-    num_groups: int
 
 
 def make_optimizer(model: nn.Module, config: dict[str, Any]) -> Any:
@@ -78,14 +111,13 @@ def make_optimizer(model: nn.Module, config: dict[str, Any]) -> Any:
         {"params": [param for param in model.parameters() if param.dim() == 1], "weight_decay": 0.0},
     ]
     if config["dist_opt"]:
-        return mb.DistributedOptimizer(groups, torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
-    return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        return mb.DistributedOptimizer(groups, torch.optim.AdamW, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
 
 
 def clip(model: nn.Module, optimizer: Any, max_norm: float) -> float:
-    """Clip and return the norm before. Without clipping ``step()`` of the oracle returns 0.0."""
-    if max_norm == 0.0:
-        return 0.0
+    """Clip and return the norm before; 0 means no clipping, but Megatron's ``ChainedOptimizer`` returns the norm."""
+    max_norm = max_norm or math.inf
     if isinstance(optimizer, mb.DistributedOptimizer):
         return optimizer.clip_grad_norm_(max_norm).item()
     # torch's coefficient is Megatron's: max_norm / (norm + 1e-6), at most 1.
@@ -124,19 +156,28 @@ def backward_step(
                 loss = summed_loss(outputs, targets, count_tokens(micro, rank))
             else:
                 loss = mean_loss(outputs, targets) / config["nmb"]
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         yield loss.item()
+
+
+def main_grad_of(param: nn.Parameter) -> Tensor:
+    """Megatron's attribute: the view of ``grad_data`` that collects the gradient."""
+    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+    return main_grad
 
 
 def train(rank: int, oracle: Run, compiled: bool) -> Observed:
     """One run of the oracle on this rank."""
     config, world = oracle["config"], oracle["world_size"]
     model = make_model(config["model"])
+    named = list(model.named_parameters())
     buf = mb.attach(model, megabuf_config(config))
     # fullgraph: a graph break must not turn the compiled path silently into the eager one.
     run = torch.compile(model, backend="megabuf", fullgraph=True) if compiled else model
     optimizer = make_optimizer(model, config)
-    losses, norms, main_grads = [], [], {}
+    losses: list[float] = []
+    norms: list[float] = []
+    main_grads: dict[str, Tensor] = {}
     for step in range(config["steps"]):
         losses.append(sum(backward_step(run, buf, config, step, rank)))
         buf.finish_grad_sync()
@@ -145,7 +186,7 @@ def train(rank: int, oracle: Run, compiled: bool) -> Observed:
             assert tokens == oracle["global_num_tokens"][step]
             buf.scale_gradients(1.0 / tokens)
         if step == 0:
-            main_grads = {name: param.main_grad.clone() for name, param in model.named_parameters()}
+            main_grads = {name: main_grad_of(param).clone() for name, param in named}
         norms.append(clip(model, optimizer, config["clip"]))
         optimizer.step()
         optimizer.zero_grad()
@@ -156,12 +197,9 @@ def train(rank: int, oracle: Run, compiled: bool) -> Observed:
         main_grads=main_grads,
         final=params_of(model),
         layout=layout_of(buf),
-        places={
-            name: (param.main_grad.storage_offset(), param.storage_offset() if config["dist_opt"] else None)
-            for name, param in model.named_parameters()
-        },
-        launched_in_graph=set(buf.buffers.boundaries),
-        num_groups=len(buf.plan.groups),
+        main_grad_starts={name: int(main_grad_of(param).storage_offset()) for name, param in named},
+        param_starts={name: int(param.storage_offset()) for name, param in named if config["dist_opt"]},
+        launched=set(buf.buffers.boundaries),
     )
     buf.detach()
     return observed
@@ -176,21 +214,39 @@ def owned(oracle: Run, rank: int, name: str, shape: torch.Size) -> Tensor:
     bucket_start, bucket_end = buffer["buckets"][bucket]
     shard = (bucket_end - bucket_start) // oracle["world_size"]
     position = torch.arange(start, end)
-    return ((position - bucket_start) // shard == rank).view(shape)
+    is_owned: Tensor = (position - bucket_start) // shard == rank
+    return is_owned.view(shape)
+
+
+def first_step_allowance(rank: int, oracle: Run, observed: Observed, name: str) -> Tensor:
+    """See ``Bounds``. Collective: the gradient is gathered from the ranks that own it."""
+    grad = observed.main_grads[name]
+    if oracle["config"]["dist_opt"]:
+        grad = torch.where(owned(oracle, rank, name, grad.shape), grad, 0.0)
+        dist.all_reduce(grad)
+    max_norm = oracle["config"]["clip"] or math.inf
+    clipped = grad * min(1.0, max_norm / observed.grad_norms[0])
+    return LR * EPS / (clipped.abs() + EPS).square() * GRAD_NOISE
 
 
 def largest(left: list[float], right: list[float]) -> float:
     assert len(left) == len(right)
-    return max(abs(a - b) for a, b in zip(left, right))
+    # Tensors, because Python's max can lose a NaN.
+    return (torch.tensor(left, dtype=torch.float64) - torch.tensor(right, dtype=torch.float64)).abs().max().item()
 
 
 def differences(rank: int, oracle: Run, observed: Observed) -> dict[str, float]:
-    """Largest absolute difference of each kind; keys are those of ``BOUNDS``."""
+    """Largest absolute difference of each kind, by field of ``Bounds``; of ``final`` what exceeds its allowance."""
     model = make_model(oracle["config"]["model"])
+    final = decode(oracle["final"], model)
+    excess = [
+        ((value - final[name]).abs() - first_step_allowance(rank, oracle, observed, name)).max()
+        for name, value in observed.final.items()
+    ]
     found = {
         "loss": largest(observed.losses, oracle["loss_per_rank"][rank]),
         "grad_norm": largest(observed.grad_norms, oracle["grad_norm"]),
-        "final": max_difference(observed.final, decode(oracle["final"], model)),
+        "final": torch.stack(excess).max().item(),
     }
     if "main_grad_step0_per_rank" in oracle:
         expected = decode(oracle["main_grad_step0_per_rank"][rank], model)
@@ -199,27 +255,31 @@ def differences(rank: int, oracle: Run, observed: Observed) -> dict[str, float]:
             is_owned = owned(oracle, rank, name, grad.shape)
             difference = (grad - expected[name]).abs()
             parts["main_grad_owned"].append(difference[is_owned])
+            # Scaled, but not reduced: Megatron's reduction writes this rank's shards only, and so does ours.
             parts["main_grad_rest"].append(difference[~is_owned])
-        found |= {kind: torch.cat(part).max().item() for kind, part in parts.items() if torch.cat(part).numel()}
+        found |= {kind: torch.cat([*part, torch.zeros(1)]).max().item() for kind, part in parts.items()}
     return found
 
 
 def find_problems(rank: int, oracle: Run, observed: Observed, compiled: bool) -> list[str]:
     """Everything in which a run is not the oracle's; empty when all is well."""
+    config = oracle["config"]
+    bounds = Bounds() if config["model"] == "mlp" or config["steps"] == 1 else GPT_BOUNDS
     problems = [
-        f"{kind} differs by {value:.2e}, more than {BOUNDS[kind]:.0e}"
+        f"{kind} differs by {value:.2e}, more than {getattr(bounds, kind):.0e}"
         for kind, value in differences(rank, oracle, observed).items()
-        if not value <= BOUNDS[kind]  # so that NaN is a problem
+        if not value <= getattr(bounds, kind)  # so that NaN is a problem
     ]
-    expected: list[dict[str, Any]] = oracle["layout"]["dense"]
-    if observed.layout != expected:
-        problems.append(f"layout is {observed.layout}, expected {expected}")
-    is_sharded = oracle["config"]["dist_opt"]
-    places = {
-        name: (start, start if is_sharded else None) for buffer in expected for name, (start, _, _) in buffer["map"].items()
+    layout: list[dict[str, Any]] = oracle["layout"]["dense"]
+    starts = {name: start for buffer in layout for name, (start, _, _) in buffer["map"].items()}
+    groups = range(sum(len(buffer["buckets"]) for buffer in layout))
+    exact = {
+        "layout": (observed.layout, layout),
+        "places of main_grad": (observed.main_grad_starts, starts),
+        "places of parameters": (observed.param_starts, starts if config["dist_opt"] else {}),
+        "groups launched in graphs": (observed.launched, set(groups) if compiled and config["overlap"] else set()),
     }
-    if observed.places != places:
-        problems.append(f"tensors lie at {observed.places}, expected {places}")
+    problems += [f"{what}: {found}, expected {wanted}" for what, (found, wanted) in exact.items() if found != wanted]
     return problems
 
 
@@ -248,7 +308,8 @@ def test_models_start_where_the_oracle_does(name: str) -> None:
     model = make_model(name)
     expected = initial_params(name, model)
     assert list(expected) == [param_name for param_name, _ in model.named_parameters()]
-    assert max_difference(params_of(model), expected) == 0.0
+    for param_name, value in params_of(model).items():
+        assert torch.equal(value, expected[param_name]), param_name
 
 
 @pytest.mark.dist

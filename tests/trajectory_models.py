@@ -67,7 +67,7 @@ class TrajectoryGpt(nn.Module):
         self.head = None if tied else nn.Linear(width, VOCAB, bias=False)
         if tied:
             # Megatron's flag on the parameter itself; the layout gives it a bucket of its own.
-            self.wte.weight.shared_embedding = True  # type: ignore[assignment]
+            self.wte.weight.shared_embedding = True  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(CONTEXT))

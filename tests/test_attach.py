@@ -1,0 +1,265 @@
+"""What ``attach`` and the optimizer refuse: one clear error on every rank, never a hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Mlp, RankGroup, batch, error_text, seeded
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import megabuf_fx as mb
+
+EAGER = mb.MegabufConfig(inner_compiler="aot_eager")
+
+
+def complex_model() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    return model
+
+
+def frozen_model() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+def two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+
+
+def expert_model() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.allreduce = False  # type: ignore[attr-defined]
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no_trainable": (frozen_model, "ValueError: Linear has no trainable parameters"),
+    "complex": (complex_model, "ValueError: parameter 'phase' is complex"),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "ValueError: module '0' makes sparse gradients"),
+    "devices": (two_devices, "NotImplementedError: parameter '1.weight' is on the meta device"),
+    "expert": (expert_model, "NotImplementedError: parameter 'weight' is an expert parameter"),
+    "not_a_module": (lambda: "model", "TypeError: attach takes a torch.nn.Module, got str"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models(name: str) -> None:
+    build, expected = REFUSED[name]
+    assert error_text(lambda: mb.attach(build())).startswith(expected)
+
+
+def test_refused_config() -> None:
+    assert error_text(lambda: mb.attach(nn.Linear(2, 2), {"bucket_size": 3})) == (  # type: ignore[arg-type]
+        "TypeError: config must be a MegabufConfig, got dict"
+    )
+
+
+def test_attached_twice() -> None:
+    model = nn.Linear(3, 3)
+    buf = mb.attach(model, EAGER)
+    assert "parameter 'weight' is already attached" in error_text(lambda: mb.attach(model))
+    assert "parameter '0.weight' is already attached" in error_text(lambda: mb.attach(nn.Sequential(model)))
+    buf.detach()
+    mb.attach(model)
+
+
+def test_wide_gradients_need_the_distributed_optimizer() -> None:
+    config = mb.MegabufConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+    message = error_text(lambda: mb.attach(nn.Linear(3, 3, dtype=torch.bfloat16), config))
+    assert message.startswith("ValueError: parameter 'weight' is torch.bfloat16 and grad_reduce_in_fp32=True")
+
+
+def test_started_by_torchrun_without_init_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    assert "WORLD_SIZE is 2 but torch.distributed is not initialized" in error_text(lambda: mb.attach(nn.Linear(2, 2)))
+
+
+def test_sparse_gradient_in_the_eager_path() -> None:
+    model = nn.Embedding(4, 2)
+    mb.attach(model, EAGER)
+    model.sparse = True
+    assert "parameter 'weight' got a torch.sparse_coo gradient" in error_text(
+        lambda: model(torch.tensor([1])).sum().backward()
+    )
+
+
+def test_optimizer_refuses() -> None:
+    adamw = torch.optim.AdamW
+    plain, attached, other = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    assert "call megabuf_fx.attach(model) before" in error_text(
+        lambda: mb.DistributedOptimizer(plain.parameters(), adamw, lr=0.1)
+    )
+    mb.attach(attached, EAGER)
+    mb.attach(other, EAGER)
+    both = [*attached.parameters(), *other.parameters()]
+    assert "belong to 2 attached models" in error_text(lambda: mb.DistributedOptimizer(both, adamw, lr=0.1))
+    mixed = [*attached.parameters(), *plain.parameters()]
+    assert "belongs to no attached model" in error_text(lambda: mb.DistributedOptimizer(mixed, adamw, lr=0.1))
+    assert "empty parameter list" in error_text(lambda: mb.DistributedOptimizer([], adamw, lr=0.1))
+    assert "LBFGS looks at whole parameters" in error_text(
+        lambda: mb.DistributedOptimizer(attached.parameters(), torch.optim.LBFGS)
+    )
+    optimizer = mb.DistributedOptimizer(attached.parameters(), adamw, lr=0.1)
+    assert "add_param_group" in error_text(lambda: optimizer.add_param_group({"params": list(other.parameters())}))
+    replicated = nn.Linear(3, 3)
+    mb.attach(replicated, mb.MegabufConfig(use_distributed_optimizer=False))
+    assert "use torch.optim directly" in error_text(
+        lambda: mb.DistributedOptimizer(replicated.parameters(), adamw, lr=0.1)
+    )
+
+
+# On two ranks: the same error everywhere, and the group works afterwards.
+
+
+def different_shapes(rank: int) -> str:
+    return error_text(lambda: mb.attach(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 + rank)), EAGER))
+
+
+def different_names(rank: int) -> str:
+    model = nn.Module()
+    model.register_parameter("a" if rank == 0 else "b", nn.Parameter(torch.zeros(3)))
+    return error_text(lambda: mb.attach(model, EAGER))
+
+
+def different_dtypes(rank: int) -> str:
+    return error_text(lambda: mb.attach(nn.Linear(3, 3, dtype=torch.float32 if rank else torch.bfloat16), EAGER))
+
+
+def different_configs(rank: int) -> str:
+    return error_text(lambda: mb.attach(nn.Linear(3, 3), mb.MegabufConfig(bucket_size=100 + rank)))
+
+
+def different_counts(rank: int) -> str:
+    return error_text(lambda: mb.attach(nn.Linear(3, 3, bias=rank == 0), EAGER))
+
+
+def refused_on_one_rank(rank: int) -> str:
+    return error_text(lambda: mb.attach(nn.Linear(3, 3) if rank == 0 else complex_model(), EAGER))
+
+
+def wrapped_by_ddp(rank: int) -> str:
+    return error_text(lambda: mb.attach(DistributedDataParallel(nn.Linear(3, 3)), EAGER))
+
+
+def wrapped_by_fsdp2(rank: int) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return error_text(lambda: mb.attach(model, EAGER))
+
+
+def dtensor_parameters(rank: int) -> str:
+    from torch.distributed.tensor import distribute_tensor
+
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+    return error_text(lambda: mb.attach(model, EAGER))
+
+
+def two_dimensional_mesh(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    return error_text(lambda: mb.attach(nn.Linear(3, 3), EAGER, process_group=mesh))
+
+
+def group_without_this_rank(rank: int) -> str:
+    """Rank 1 is not a member and is refused; rank 0 trains alone in its group of one."""
+    group = dist.new_group([0])
+    if rank == 1:
+        return error_text(lambda: mb.attach(nn.Linear(3, 3), EAGER, process_group=group))
+    buf = mb.attach(nn.Linear(3, 3), EAGER, process_group=group)
+    size = buf.dp_size
+    buf.detach()
+    return f"attached with {size} rank"
+
+
+def destroyed_group(rank: int) -> str:
+    buf = mb.attach(seeded(Mlp), EAGER)
+    buf.model(batch(0, 0, rank, 8, 13)).sum().backward()
+    dist.destroy_process_group()
+    return error_text(buf.finish_grad_sync)
+
+
+def reduced_twice(rank: int) -> str:
+    buf = mb.attach(seeded(Mlp), EAGER)
+    call = torch.compile(buf.model, backend="megabuf")
+    call(batch(0, 0, rank, 8, 13)).sum().backward()
+    text = error_text(lambda: call(batch(0, 1, rank, 8, 13)).sum().backward())
+    buf.zero_grad()
+    call(batch(0, 1, rank, 8, 13)).sum().backward()
+    buf.finish_grad_sync()
+    buf.detach()
+    return text
+
+
+def unsynchronized_step(rank: int) -> str:
+    buf = mb.attach(seeded(Mlp), EAGER)
+    optimizer = mb.DistributedOptimizer(buf.model.parameters(), torch.optim.AdamW, lr=0.1)
+    with buf.no_sync():
+        buf.model(batch(0, 0, rank, 8, 13)).sum().backward()
+    text = error_text(optimizer.step)
+    buf.detach()
+    return text
+
+
+ON_EVERY_RANK: dict[str, tuple[Callable[[int], str], list[str]]] = {
+    "shapes": (different_shapes, ["ValueError: ranks attach different models or configs: rank 0 has", "1.weight"]),
+    "names": (different_names, ["rank 0 has parameter", "name='a'", "rank 1 has parameter", "name='b'"]),
+    "dtypes": (different_dtypes, ["torch.bfloat16", "torch.float32"]),
+    "configs": (different_configs, ["bucket_size=100", "bucket_size=101"]),
+    "counts": (different_counts, ["name='bias'", "rank 1 has nothing"]),
+    "one_rank": (refused_on_one_rank, ["ValueError", "parameter 'phase' is complex"]),
+    "ddp": (wrapped_by_ddp, ["NotImplementedError: the model is already wrapped by DistributedDataParallel"]),
+    "fsdp2": (wrapped_by_fsdp2, ["NotImplementedError: the model is already wrapped by FSDP"]),
+    "dtensor": (dtensor_parameters, ["NotImplementedError: parameter 'weight' is a DTensor"]),
+    "mesh": (two_dimensional_mesh, ["ValueError: process_group is a 2-dimensional DeviceMesh", "mesh['dp']"]),
+    "reduced_twice": (reduced_twice, ["RuntimeError: backward writes bucket 0", "no_sync"]),
+    "unsynchronized": (unsynchronized_step, ["RuntimeError: step with gradients that were not reduced"]),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ON_EVERY_RANK)
+def test_error_on_every_rank(ranks: Callable[[int], RankGroup], name: str) -> None:
+    function, expected = ON_EVERY_RANK[name]
+    for rank, text in enumerate(ranks(2).run(function)):
+        for part in expected:
+            assert part in text, (rank, text)
+
+
+@pytest.mark.dist
+def test_rank_outside_of_the_group(ranks: Callable[[int], RankGroup]) -> None:
+    inside, outside = ranks(2).run(group_without_this_rank)
+    assert inside == "attached with 1 rank"
+    assert outside.startswith("ValueError: process_group must be a ProcessGroup or DeviceMesh of which this rank")
+
+
+@pytest.mark.dist
+def test_process_group_destroyed_under_an_attached_model(ranks: Callable[[int], RankGroup]) -> None:
+    for text in ranks(2).run(destroyed_group):
+        assert text.startswith("RuntimeError: the process group of megabuf_gradients is gone")
+    ranks(2).close()
+
+
+def init_sync_makes_ranks_equal(rank: int) -> float:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(rank)  # type: ignore[operator, union-attr]
+    buf = mb.attach(model, EAGER)
+    total = sum(t.double().sum().item() for t in [*model.parameters(), *model.buffers()])
+    buf.detach()
+    return total
+
+
+@pytest.mark.dist
+def test_attach_broadcasts_the_first_ranks_model(ranks: Callable[[int], RankGroup]) -> None:
+    left, right = ranks(2).run(init_sync_makes_ranks_equal)
+    assert left == right

@@ -1,0 +1,243 @@
+"""``config.py`` and the splitting of options in ``backend.py``: everything wrong is said at once, with what is right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabuf_fx.backend import split_options
+from megabuf_fx.config import MegabufConfig, suggest
+
+FIELDS = {field.name: field for field in dataclasses.fields(MegabufConfig)}
+BOOLS = [name for name, field in FIELDS.items() if field.type == "bool"]
+SIZES = ["bucket_size", "num_buckets"]
+
+
+def test_defaults() -> None:
+    config = MegabufConfig()
+    assert dataclasses.asdict(config) == {
+        "use_distributed_optimizer": True,
+        "bucket_size": None,
+        "num_buckets": None,
+        "grad_reduce_in_fp32": False,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "average_in_collective": False,
+        "calculate_per_token_loss": False,
+        "pad_buckets_for_high_nccl_busbw": False,
+        "init_sync": True,
+        "gradient_accumulation_fusion": True,
+        "dense_layout": False,
+        "inner_compiler": "inductor",
+        "dump_dir": None,
+    }
+
+
+@pytest.mark.parametrize("name", BOOLS)
+@pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
+def test_flags_are_bools(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
+        MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [True, False, 1.0, 4e7, "40_000_000", (1,)])
+def test_sizes_are_ints_and_no_bools(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be an int, got .* of type {type(value).__name__}$"):
+        MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "unit"),
+    [("bucket_size", 0, "elements"), ("bucket_size", -1, "elements"), ("num_buckets", 0, "buckets"), ("num_buckets", -4, "buckets")],
+)
+def test_sizes_are_positive(name: str, value: int, unit: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be a positive number of {unit}, got {value}$"):
+        MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["inner_compiler", "dump_dir"])
+@pytest.mark.parametrize("value", [1, True, Path("dump"), ["aot_eager"]])
+def test_names_are_strings(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be a str, got .* of type {type(value).__name__}$"):
+        MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["eager", "Inductor", "", None])
+def test_inner_compiler_is_one_of_two(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"inner_compiler must be one of \('inductor', 'aot_eager'\), got {value!r}"):
+        MegabufConfig(inner_compiler=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_size": 5, "num_buckets": 2}, r"cannot specify both num_buckets=2 and bucket_size=5"),
+        (
+            {"overlap_param_gather": True, "use_distributed_optimizer": False},
+            r"overlap_param_gather=True needs use_distributed_optimizer=True",
+        ),
+        (
+            {"overlap_param_gather": True, "overlap_grad_reduce": False},
+            r"overlap_param_gather=True needs overlap_grad_reduce=True",
+        ),
+        ({"dense_layout": True}, r"dense_layout=True needs use_distributed_optimizer=False"),
+        (
+            {"average_in_collective": True, "calculate_per_token_loss": True},
+            r"average_in_collective.* with calculate_per_token_loss",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegabufConfig(**options)
+    # Each alone is fine, with what it needs.
+    for name, value in options.items():
+        needs = {"dense_layout": {"use_distributed_optimizer": False}}.get(name, {})
+        assert getattr(MegabufConfig(**{name: value, **needs}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("bucketsize", "bucket_size"),
+        ("bucket_sizes", "bucket_size"),
+        ("use_distributed_optimiser", "use_distributed_optimizer"),
+        ("overlap_grad_reduction", "overlap_grad_reduce"),
+        ("dump-dir", "dump_dir"),
+    ],
+)
+def test_unknown_name_suggests_a_near_one(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"^unknown option '{name}'; did you mean '{near}'\?$"):
+        MegabufConfig(**{name: 1})
+
+
+def test_unknown_name_without_a_near_one_lists_all() -> None:
+    with pytest.raises(ValueError, match="^unknown option 'xyzzy'; known names: average_in_collective, bucket_size, .*") as caught:
+        MegabufConfig(xyzzy=1)  # type: ignore[call-arg]
+    assert all(name in str(caught.value) for name in FIELDS)
+    assert suggest("q", ["b", "a"]) == "; known names: a, b"
+    assert suggest("abcd", ["abce"]) == "; did you mean 'abce'?"
+
+
+def test_fields_are_keywords() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        MegabufConfig(True)  # type: ignore[misc]
+
+
+def test_config_is_a_frozen_value() -> None:
+    config = MegabufConfig(bucket_size=5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bucket_size = 6  # type: ignore[misc]
+    # With slots there is no room for a misspelt attribute either.
+    with pytest.raises((AttributeError, TypeError)):
+        config.bucketsize = 6  # type: ignore[attr-defined]
+    assert config == MegabufConfig(bucket_size=5) != MegabufConfig()
+    assert len({config, MegabufConfig(bucket_size=5)}) == 1
+    assert dataclasses.replace(config, bucket_size=7) == MegabufConfig(bucket_size=7)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert "bucket_size=5" in repr(config)
+
+
+def test_replace_checks_again() -> None:
+    with pytest.raises(ValueError, match="cannot specify both"):
+        dataclasses.replace(MegabufConfig(bucket_size=5), num_buckets=2)
+
+
+# MEGABUF_DUMP
+
+
+@pytest.mark.parametrize(
+    ("variable", "field", "expected"),
+    [(None, None, None), ("/e", None, "/e"), (None, "/f", "/f"), ("/e", "/f", "/f"), ("", None, None), ("", "/f", "/f")],
+)
+def test_environment_sets_the_dump_directory(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, field: str | None, expected: str | None
+) -> None:
+    """The config goes first; an empty variable counts as none."""
+    monkeypatch.delenv("MEGABUF_DUMP", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MEGABUF_DUMP", variable)
+    config = MegabufConfig(dump_dir=field, bucket_size=5)
+    assert config.dump_dir == field, "the environment is read in one place only"
+    assert config.with_environment() == MegabufConfig(dump_dir=expected, bucket_size=5)
+
+
+# Options of the backend.
+
+
+@pytest.mark.parametrize("options", [None, {}])
+@pytest.mark.parametrize("mode", [None, "", "default"])
+def test_no_options(mode: str | None, options: dict[str, Any] | None) -> None:
+    assert split_options(mode, options) == ({}, {})
+
+
+def test_options_are_split() -> None:
+    options = {"bucket_size": 5, "max_autotune": True, "inner_compiler": "aot_eager", "triton.unique_kernel_names": True}
+    ours, inductor = split_options(None, options)
+    assert ours == {"bucket_size": 5, "inner_compiler": "aot_eager"}
+    assert inductor == {"max_autotune": True, "triton.unique_kernel_names": True}
+
+
+def test_inductor_options_may_have_dashes() -> None:
+    """As ``torch.compile`` allows for its own backend."""
+    assert split_options(None, {"max-autotune": True, "epilogue-fusion": False}) == (
+        {},
+        {"max_autotune": True, "epilogue_fusion": False},
+    )
+
+
+@pytest.mark.parametrize("name", ["bucketsize", "bucket-size", "buket_size"])
+def test_unknown_option_suggests_a_near_one(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^unknown option '{name}' of backend 'megabuf'; did you mean 'bucket_size'\?$"):
+        split_options(None, {name: 5})
+
+
+def test_unknown_option_without_a_near_one_lists_ours() -> None:
+    with pytest.raises(ValueError, match="unknown option 'xyzzy' of backend 'megabuf'; known names: average_in_collective"):
+        split_options(None, {"bucket_size": 5, "xyzzy": 1})
+
+
+def test_misspelt_inductor_option_suggests_the_right_one() -> None:
+    with pytest.raises(ValueError, match=r"unknown option 'max_autotun' of backend 'megabuf'; did you mean 'max_autotune'\?"):
+        split_options(None, {"max_autotun": True})
+
+
+def test_mode_without_cudagraphs() -> None:
+    ours, inductor = split_options("max-autotune-no-cudagraphs", {"bucket_size": 5})
+    assert ours == {"bucket_size": 5}
+    assert inductor["max_autotune"] is True
+    assert not inductor.get("triton.cudagraphs")
+
+
+def test_options_win_over_the_mode() -> None:
+    _, inductor = split_options("max-autotune-no-cudagraphs", {"max_autotune": False})
+    assert inductor["max_autotune"] is False
+    # So a mode with CUDA graphs can be used without them.
+    _, inductor = split_options("max-autotune", {"triton.cudagraphs": False})
+    assert inductor["triton.cudagraphs"] is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("reduce-overhead", None), ("max-autotune", {"bucket_size": 5}), (None, {"triton.cudagraphs": True})],
+)
+def test_cudagraphs_are_refused(mode: str | None, options: dict[str, Any] | None) -> None:
+    with pytest.raises(NotImplementedError, match="turns on CUDA graphs.*use mode='max-autotune-no-cudagraphs' or mode=None"):
+        split_options(mode, options)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
+        split_options("fastest", None)
+
+
+def test_arguments_are_left_alone() -> None:
+    options = {"bucket_size": 5, "max-autotune": True}
+    split_options("max-autotune-no-cudagraphs", options)
+    assert options == {"bucket_size": 5, "max-autotune": True}
