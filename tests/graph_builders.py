@@ -55,10 +55,11 @@ class Traced:
         return grad
 
 
-def trace(model: nn.Module, *args: Tensor, table: str) -> Traced:
+def trace(model: nn.Module, *args: Tensor, table: str, dynamic: bool = False) -> Traced:
     """Dynamo's and AOTAutograd's graphs of ``model(*args)`` and its backward, as the backend gets them.
 
-    Inputs of the Dynamo graph come in the order of their first use, as in the backend.
+    Inputs of the Dynamo graph come in the order of their first use, as in the backend. ``dynamic`` makes sizes symbols,
+    which are inputs too.
     """
     graphs: dict[str, GraphModule] = {}
     runs: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -81,7 +82,8 @@ def trace(model: nn.Module, *args: Tensor, table: str) -> Traced:
         return compile_graph
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        examples.extend(example_inputs)
+        # Dynamo can call again for the same code, after it has learned which inputs it does not need.
+        examples[:] = example_inputs
         compiler = aot_autograd(
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
@@ -92,7 +94,7 @@ def trace(model: nn.Module, *args: Tensor, table: str) -> Traced:
             compiled: Callable[..., Any] = compiler(gm, list(example_inputs))
         return compiled
 
-    result = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args)
+    result = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     result.float().square().sum().backward()
     torch.compiler.reset()
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -285,7 +287,8 @@ def order_of(gm: GraphModule) -> dict[Node, int]:
 
 def code_line(node: Node) -> str:
     """The user's line that ``node`` comes from; Python 3.11 underlines it with carets."""
-    lines = [line.strip() for line in node.meta["stack_trace"].splitlines()]
+    trace: str = node.meta["stack_trace"]
+    lines = [line.strip() for line in trace.splitlines()]
     return [line for line in lines if line.strip("^~")][-1]
 
 

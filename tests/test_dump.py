@@ -106,17 +106,19 @@ def test_plan_names_boundaries_with_their_triggers(tmp_path: Path) -> None:
     assert plan["format_version"] == FORMAT_VERSION == 1
     number = handle.buffers.handle
     assert plan["launches"] == [[number, 0], [number, 1]]
-    assert sorted(name for name in plan["inputs"] if name) == sorted(name for name, _ in handle.model.named_parameters())
+    names = [name for name, _ in handle.model.named_parameters()]
+    assert sorted(name for name in plan["inputs"] if name) == sorted(names)
     assert len(plan["inputs"]) == 8
     final = (folder / "05_verify_backward.py").read_text()
     lines = final.splitlines()
     assert [(b["handle"], b["group"]) for b in plan["boundaries"]] == [(number, 0), (number, 1)]
     for boundary, view in zip(plan["boundaries"], ("main_grad_2", "main_grad_")):
-        (place,) = [i for i, line in enumerate(lines) if line.strip().startswith((f"{boundary['trigger']} ", f"{boundary['trigger']}:"))]
+        starts = (f"{boundary['trigger']} ", f"{boundary['trigger']}:")
+        (place,) = [i for i, line in enumerate(lines) if line.strip().startswith(starts)]
         assert f"torch.ops.{boundary['trigger_op']}({view}" in lines[place]
         # What the trigger completes leaves in the next line.
         following = next(line for line in lines[place + 1 :] if line.strip())
-        assert f"megabuf.start_grad_sync.default([" in following
+        assert "megabuf.start_grad_sync.default([" in following
         assert f"megabuf_token, {number}, {boundary['group']})" in following
     assert plan["boundaries"][0]["trigger_op"] == "megabuf.accumulate_wgrad_.default"
     assert plan["models"] == {str(number): plan_as_json(handle.plan)}
@@ -172,7 +174,7 @@ def test_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_bare_form(tmp_path: Path) -> None:
     """``dump_dir`` as an option of ``torch.compile``; not sharded, so gradients are reduced over all ranks."""
     model = seeded(Mlp)
-    options = {"inner_compiler": "aot_eager", "bucket_size": 600, "dump_dir": str(tmp_path)}
+    options: dict[str, Any] = {"inner_compiler": "aot_eager", "bucket_size": 600, "dump_dir": str(tmp_path)}
     loss(torch.compile(model, backend="megabuf", options=options)).backward()
     plan = read_plan(variants(tmp_path)["backward_overwrite_sync"])
     assert [entry["sharded"] for entry in plan["models"].values()] == [False]
@@ -223,7 +225,7 @@ def test_make_dump(tmp_path: Path) -> None:
 def rows(table: str) -> list[list[str]]:
     """Cells, which two or more spaces divide; the line under the head is left out."""
     head, _, *body = table.splitlines()
-    return [[cell for cell in line.strip().split("  ") if cell] for line in (head, *body)]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in (head, *body)]
 
 
 def test_bucket_table() -> None:
@@ -235,7 +237,7 @@ def test_bucket_table() -> None:
         ["1", "fc1.bias ... fc1.weight (2)", "518", "122"],
     ]
     host = ["host, after backward", "reduce_scatter float32"]
-    assert [[cell.strip() for cell in row] for row in rows(handle.bucket_table())] == [
+    assert rows(handle.bucket_table()) == [
         head,
         *([*size, *host] for size in sizes),
     ]
@@ -243,7 +245,7 @@ def test_bucket_table() -> None:
         loss(run).backward()
     assert "host, after backward" in handle.bucket_table(), "nothing was launched under no_sync"
     loss(run).backward()
-    table = [[cell.strip() for cell in row] for row in rows(handle.bucket_table())]
+    table = rows(handle.bucket_table())
     assert [row[:4] for row in table] == [head[:4], *sizes]
     assert "[megabuf.accumulate_wgrad_.default]" in table[1][4]
     assert table[2][4].endswith(("[aten.copy_.default]", "[megabuf.accumulate_wgrad_.default]"))
@@ -253,7 +255,7 @@ def test_bucket_table() -> None:
 def test_bucket_table_sizes_add_up() -> None:
     handle, _ = attach()
     total = sum(bucket.numel for group in handle.plan.groups for bucket in group.buckets)
-    body = [[cell.strip() for cell in row] for row in rows(handle.bucket_table())[1:]]
+    body = rows(handle.bucket_table())[1:]
     assert sum(int(row[2].replace(",", "")) + int(row[3].replace(",", "")) for row in body) == total
     assert sum(int(row[2].replace(",", "")) for row in body) == sum(p.numel() for p in handle.model.parameters())
 
@@ -262,4 +264,4 @@ def test_bucket_table_of_one_parameter_and_another_dtype() -> None:
     model = torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
     handle = mb.attach(model, mb.MegabufConfig(grad_reduce_in_fp32=True))
     (_, row) = rows(bucket_table(handle.plan, {}))
-    assert [cell.strip() for cell in row] == ["0", "weight", "9", "119", "host, after backward", "reduce_scatter float32"]
+    assert row == ["0", "weight", "9", "119", "host, after backward", "reduce_scatter float32"]

@@ -63,9 +63,11 @@ def test_overwrite(main_dtype: torch.dtype, dtype: torch.dtype) -> None:
     assert data[84:].isnan().all()
 
 
-@pytest.mark.parametrize(("main_dtype", "dtype", "bound"), [(*DTYPES[0], 1e-6), (*DTYPES[1], 2.0**-7), (*DTYPES[2], 0.0)])
+@pytest.mark.parametrize(
+    ("main_dtype", "dtype", "bound"), [(*DTYPES[0], 1e-6), (*DTYPES[1], 2.0**-7), (*DTYPES[2], 0.0)]
+)
 def test_accumulate(main_dtype: torch.dtype, dtype: torch.dtype, bound: float) -> None:
-    """One dtype: added inside the product, one rounding less. Wider ``main_grad`` on CPU: product rounded, then added."""
+    """One dtype: added inside the product, one rounding less. Wider ``main_grad`` on CPU: rounded, then added."""
     lhs, rhs = factors(dtype)
     data, main_grad = slot(main_dtype)
     before = batch(0, 2, 0, 4, 5).to(main_dtype)
@@ -115,7 +117,9 @@ def test_wrong_shapes_raise(accumulate: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("main_dtype", "dtype"), DTYPES)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_product_that_does_not_fit_writes_nothing(main_dtype: torch.dtype, dtype: torch.dtype, accumulate: bool) -> None:
+def test_product_that_does_not_fit_writes_nothing(
+    main_dtype: torch.dtype, dtype: torch.dtype, accumulate: bool
+) -> None:
     """``out=`` resizes a tensor that does not fit; a view of a buffer would then grow into its neighbours."""
     lhs, rhs = factors(dtype)
     data = torch.zeros(128, dtype=main_dtype)
@@ -283,6 +287,6 @@ def test_unknown_handle(run: Callable[[int], None], way: str) -> None:
         gc.collect()
     with pytest.raises(
         RuntimeError,
-        match=rf"refers to megabuf buffers {handle}, which were detached; call torch.compiler.reset\(\) and compile .* again",
+        match=rf"refers to megabuf buffers {handle}, which were detached; call torch.compiler.reset\(\) and compile",
     ):
         run(handle)

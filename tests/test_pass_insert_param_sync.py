@@ -6,7 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from graph_builders import TABLES, Buffers, Traced, apply, code_line, copy_graph, find, order_of, text_of, trace, traced_mlp
+from graph_builders import (
+    TABLES,
+    Buffers,
+    Traced,
+    apply,
+    code_line,
+    copy_graph,
+    find,
+    order_of,
+    text_of,
+    trace,
+    traced_mlp,
+)
 from helpers import batch, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -109,10 +121,11 @@ def test_every_read_sees_gathered_parameters(table: str, bucket_size: int | None
 
 @pytest.mark.parametrize("table", TABLES)
 def test_text(table: str) -> None:
-    """The head of the model is in the last group, and nothing of the second half is waited for before the first runs."""
+    """The head of the model is in the last group; it runs before anything else is waited for."""
     buffers = Buffers(traced_mlp(table), sharded=True, bucket_size=600)
     handle = buffers.handle
-    check = FileCheck().check_not("aten.").check(f"wait_param_sync.default([primals_1, primals_2], megabuf_token, {handle}, 1)")
+    check = FileCheck().check_not("aten.")
+    check.check(f"wait_param_sync.default([primals_1, primals_2], megabuf_token, {handle}, 1)")
     check.check("aten.addmm.default(primals_2").check("aten.tanh.default")
     names = "primals_4, primals_5, primals_6, primals_7, primals_8"
     check.check(f"wait_param_sync.default([{names}], megabuf_token, {handle}, 0)")
@@ -173,7 +186,9 @@ def test_provenance_is_that_of_the_first_use() -> None:
 def test_missing_token_is_refused() -> None:
     buffers = Buffers(traced_mlp("none"), sharded=True, bucket_size=600)
     gm = apply(buffers.traced.forward, partial(locate_params, plan=buffers.plan))
-    with pytest.raises(PassError, match=rf"insert_param_sync: waits for groups \[\({buffers.handle}, 0\), .*no token input"):
+    with pytest.raises(
+        PassError, match=rf"insert_param_sync: waits for groups \[\({buffers.handle}, 0\), .*no token input"
+    ):
         insert_param_sync(gm)
 
 

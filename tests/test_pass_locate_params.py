@@ -66,5 +66,5 @@ def test_parameter_on_an_input_that_is_no_tensor_is_refused() -> None:
     traced = traced_mlp("none")
     gm = copy_graph(traced.forward)
     placeholders(gm.graph)[0].meta["val"] = 7
-    with pytest.raises(PassError, match="fc1.weight"):
+    with pytest.raises(PassError, match=r"fc1\.weight"):
         locate_params(gm, plan=Buffers(traced).plan)

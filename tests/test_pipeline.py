@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from graph_builders import TABLES, Buffers, copy_graph, find, text_of, trace, tr
 from helpers import batch, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from megabuf_fx.dump import GraphDump
 from megabuf_fx.passes import fuse_wgrad, insert_grad_sync
@@ -139,12 +142,69 @@ def test_forward(table: str) -> None:
     """Results are bitwise those of the untouched graph; every group is waited for once, head of the model first."""
     buffers = Buffers(traced_mlp(table), sharded=True, bucket_size=600)
     for extras in ((), (buffers.token_input,)):
-        gm = run_passes(copy_graph(buffers.traced.forward), forward_passes(buffers.plan, extras=extras), dump=GraphDump())
+        gm = run_passes(
+            copy_graph(buffers.traced.forward), forward_passes(buffers.plan, extras=extras), dump=GraphDump()
+        )
         results = buffers.run_forward(gm, extras)
         for result, expected in zip(results, buffers.traced.forward_results, strict=True):
             assert torch.equal(result, expected)
         assert len(find(gm, wait_param_sync)) == 2 * len(extras)
     assert buffers.calls == [("wait_param_sync", 1), ("wait_param_sync", 0)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_symbolic_sizes(table: str) -> None:
+    """Sizes are inputs that shift the parameters, and their gradient is None. Bitwise, as above."""
+    traced = trace(seeded(Block), torch.arange(10).view(2, 5), table=table, dynamic=True)
+    symbols = [n for n in placeholders(traced.forward.graph) if isinstance(n.meta["val"], torch.SymInt)]
+    assert symbols
+    buffers = Buffers(traced, bucket_size=200, sharded=True)
+    forward = forward_passes(buffers.plan, extras=(buffers.token_input,))
+    gm = run_passes(copy_graph(traced.forward), forward, dump=GraphDump())
+    results = buffers.run_forward(gm, (buffers.token_input,))
+    for result, expected in zip(results, traced.forward_results, strict=True):
+        assert torch.equal(result, expected) if isinstance(result, Tensor) else result == expected
+    gm = rewrite(buffers, Role("overwrite", buffers.launches))
+    assert set(buffers.run_backward(gm, buffers.extras())) == {None}
+    for index, main_grad in enumerate(buffers.main_grads):
+        assert torch.equal(main_grad, traced.reference(index)), traced.specs[index].name
+
+
+def storages(value: object) -> set[StorageWeakRef]:
+    """The storages in a (nested) value."""
+    return {StorageWeakRef(x.untyped_storage()) for x in tree_leaves(value) if isinstance(x, Tensor)}
+
+
+def find_wrong_values(gm: GraphModule, old: set[str]) -> Iterator[str]:
+    """New nodes whose ``meta["val"]`` is not what their op gives on fake tensors."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.name in old:
+            continue
+        args = map_arg(node.args, lambda source: source.meta["val"])
+        with placeholders(gm.graph)[0].meta["val"].fake_mode:
+            expected = node.target(*args)
+        value = node.meta.get("val", "nothing")
+        if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+            if value is not expected:
+                yield f"{node.name} has {value}, expected {expected}"
+            continue
+        found, right = ((x.shape, x.stride(), x.dtype, x.device) for x in (value, expected))
+        if found != right:
+            yield f"{node.name} has {found}, expected {right}"
+        shares = bool(storages(expected) & storages(args))
+        if bool(storages(value) & storages(args)) != shares:
+            yield f"{node.name} shares storage with what it reads: {not shares}, expected {shares}"
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_values_of_new_nodes_are_right(accumulate: bool) -> None:
+    """Inductor plans memory and aliases from them."""
+    for table in TABLES:
+        for dense in (False, True):
+            buffers = Buffers(traced_mlp(table), bucket_size=600, dense=dense)
+            gm = rewrite(buffers, Role("accumulate" if accumulate else "overwrite", buffers.launches))
+            old = {node.name for node in buffers.traced.backward.graph.nodes}
+            assert list(find_wrong_values(gm, old)) == []
 
 
 def test_every_step_is_dumped() -> None:
@@ -181,7 +241,7 @@ def test_graph_is_checked_after_each_pass() -> None:
 
     dump = Recording()
     steps = [(GraphPass(name="spoil"), spoil), (GraphPass(name="never"), spoil)]
-    with pytest.raises(RuntimeError, match="before it has been defined|was used before"):
+    with pytest.raises(RuntimeError, match=r"before it has been defined|was used before"):
         run_passes(copy_graph(traced_mlp("none").backward), steps, dump=dump)
     assert "never" not in dump.names
 

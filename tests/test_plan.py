@@ -1,4 +1,4 @@
-"""``runtime/plan.py``: buckets, their order, and what a graph covers. Layouts themselves are tested in test_layout.py."""
+"""``runtime/plan.py``: buckets, their order, and what a graph covers. Layouts themselves are in test_layout.py."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabuf_fx.runtime.layout import BufferKey, ParamSpec
-from megabuf_fx.runtime.plan import Bucket, BucketGroup, BucketPlan, GraphParam, GraphPlan, Role, plan_buckets, plan_graph
+from megabuf_fx.runtime.plan import (
+    Bucket,
+    BucketGroup,
+    BucketPlan,
+    GraphParam,
+    GraphPlan,
+    Role,
+    plan_buckets,
+    plan_graph,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def specs(*numels: int, dtypes: Sequence[torch.dtype] = ()) -> list[ParamSpec]:
-    return [
-        ParamSpec(f"p{i}", (numel,), dtypes[i] if dtypes else FP32) for i, numel in enumerate(numels)
-    ]
+    return [ParamSpec(f"p{i}", (numel,), dtypes[i] if dtypes else FP32) for i, numel in enumerate(numels)]
 
 
 def make(params: Sequence[ParamSpec], **options: Any) -> BucketPlan:
@@ -55,7 +62,11 @@ def test_sharded_layout() -> None:
         BucketGroup((Bucket(0, 0, 0, 384, 264 + 64, (2, 1)),)),
         BucketGroup((Bucket(0, 1, 384, 768, 10, (0,)),)),
     )
-    assert [(buffer, slot.start, slot.end) for buffer, slot in plan.locations] == [(0, 384, 394), (0, 128, 328), (0, 0, 70)]
+    assert [(buffer, slot.start, slot.end) for buffer, slot in plan.locations] == [
+        (0, 384, 394),
+        (0, 128, 328),
+        (0, 0, 70),
+    ]
     assert plan.group_of_param == (1, 0, 0)
     assert [bucket.numel for group in plan.groups for bucket in group.buckets] == [384, 384]
 
@@ -95,8 +106,8 @@ def test_one_bucket_per_buffer_without_a_size() -> None:
 def test_groups_of_two_buffers_follow_the_backward() -> None:
     """A bucket's place is that of its parameter nearest to the head, whichever buffer it is in.
 
-        definition   p0 bf16   p1 fp32   p2 bf16   p3 fp32   p4 bf16   p5 fp32
-        buckets      each parameter its own: order of groups is p5 .. p0
+    definition   p0 bf16   p1 fp32   p2 bf16   p3 fp32   p4 bf16   p5 fp32
+    buckets      each parameter its own: order of groups is p5 .. p0
     """
     dtypes = (BF16, FP32) * 3
     plan = make(specs(100, 100, 100, 100, 100, 100, dtypes=dtypes), bucket_size=1)
@@ -188,7 +199,9 @@ PARAMS = st.lists(
     bucket_size=st.one_of(st.none(), st.integers(1, 600)),
     fp32=st.booleans(),
 )
-def test_invariants(params: list[tuple[Any, ...]], dp_size: int, kind: str, bucket_size: int | None, fp32: bool) -> None:
+def test_invariants(
+    params: list[tuple[Any, ...]], dp_size: int, kind: str, bucket_size: int | None, fp32: bool
+) -> None:
     members = [
         ParamSpec(
             f"p{i}",

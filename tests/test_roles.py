@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ class Case:
     Group 0 is ``last``, 1 is ``middle``, 2 is ``first``: reverse definition order.
     """
 
-    def __init__(self, *names: str, bucket_size: int = 1, **options: bool) -> None:
+    def __init__(self, *names: str, bucket_size: int = 1, **options: Any) -> None:
         self.model = nn.Sequential()
         for name in ("first", "middle", "last"):
             self.model.add_module(name, nn.Linear(4, 4, bias=False))
@@ -55,7 +56,7 @@ class Case:
         accumulates: bool = True,
         keeps_graph: bool = False,
     ) -> Role:
-        role = choose_role(
+        return choose_role(
             self.plan,
             self.plan.params if writes is None else writes,
             {self.buffers.handle: self.buffers},
@@ -63,7 +64,6 @@ class Case:
             accumulates=accumulates,
             keeps_graph=keeps_graph,
         )
-        return role
 
     def keys(self, *groups: int) -> tuple[tuple[int, int], ...]:
         return tuple((self.buffers.handle, group) for group in groups)
@@ -120,7 +120,7 @@ def test_gradients_asked_for_leave_buffers_alone() -> None:
     assert case.zeroed() == [False] * 3
     case.buffers.finish_grad_sync()
     assert case.role(accumulates=False) is UNTOUCHED
-    assert UNTOUCHED == Role(None)
+    assert Role(None) == UNTOUCHED
     assert UNTOUCHED.name == "untouched"
 
 
@@ -229,7 +229,7 @@ def test_writing_a_reduced_group_is_refused(sharded: bool) -> None:
     role = case.role()
     assert (role.write, role.launches) == ("overwrite", case.keys(1))
     case.buffers.enter_backward(2)
-    with pytest.raises(RuntimeError, match=r"backward writes bucket 0 \(last.weight, .*already reduced.*no_sync.*zero_grad"):
+    with pytest.raises(RuntimeError, match=r"writes bucket 0 \(last.weight, .*already reduced.*no_sync.*zero_grad"):
         case.role()
     assert case.zeroed() == [False, False, True], "the launch zeroed what was not written, the refusal nothing"
     case.buffers.reset()
@@ -275,5 +275,3 @@ def test_two_models_in_one_graph() -> None:
         assert choose() == Role("accumulate", two.keys(0, 1, 2))
     assert one.zeroed() == [True] * 3
     assert two.zeroed() == [True, False, True]
-
-

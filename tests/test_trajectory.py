@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import RankGroup, fresh_compiler, params_of
+from helpers import RankGroup, fresh_compiler, max_difference, params_of
 from oracle_data import load
 from torch import Tensor, nn
 from trajectory_models import count_tokens, decode, initial_params, make_model, mean_loss, micro_batch, summed_loss
@@ -52,7 +52,9 @@ class Bounds(NamedTuple):
 
 GPT_BOUNDS = Bounds(loss=3e-5, grad_norm=2e-4, final=1e-4)
 """After the first step the few elements above act on everything else: measured 2.9e-6, 2.1e-5 and 1.1e-5, with the
-least alike kernels (``ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE``) 1.0e-5, 6.9e-5 and 3.0e-5."""
+least alike kernels (``ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE``) 1.0e-5, 6.9e-5 and 3.0e-5. Plain torch differs
+from the oracle as much (1.2e-4, 2.4e-5 in norm), and these runs are held to it within 5e-6: measured 4.8e-7, 2.6e-6
+and 1.3e-6, zero at world 1."""
 
 NOT_COVERED = {"instances": 1, "ep": 1, "layerwise": False, "patterns": None, "fp32acc": False}
 """Keys of a run's config, absent where they have this value, that name what megabuf_fx does not have."""
@@ -261,6 +263,38 @@ def differences(rank: int, oracle: Run, observed: Observed) -> dict[str, float]:
     return found
 
 
+def train_plainly(oracle: Run) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+    """Losses by rank, norms and final parameters of the run in plain torch: one process, the data of all ranks."""
+    config, world = oracle["config"], oracle["world_size"]
+    model = make_model(config["model"])
+    optimizer = make_optimizer(model, {**config, "dist_opt": False})
+    losses: list[list[float]] = [[] for _ in range(world)]
+    norms: list[float] = []
+    for step in range(config["steps"]):
+        for rank in range(world):
+            total = 0.0
+            for micro in range(config["nmb"]):
+                inputs, targets = micro_batch(config["model"], step, micro, rank)
+                loss = mean_loss(model(inputs), targets) / config["nmb"]
+                (loss / world).backward()
+                total += loss.item()
+            losses[rank].append(total)
+        norms.append(clip(model, optimizer, config["clip"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, params_of(model)
+
+
+def differences_from_plain_torch(rank: int, oracle: Run, observed: Observed) -> dict[str, float]:
+    """Largest absolute differences from plain torch on this machine, by field of ``Bounds``."""
+    losses, norms, final = train_plainly(oracle)
+    return {
+        "loss": largest(observed.losses, losses[rank]),
+        "grad_norm": largest(observed.grad_norms, norms),
+        "final": max_difference(observed.final, final),
+    }
+
+
 def find_problems(rank: int, oracle: Run, observed: Observed, compiled: bool) -> list[str]:
     """Everything in which a run is not the oracle's; empty when all is well."""
     config = oracle["config"]
@@ -270,6 +304,13 @@ def find_problems(rank: int, oracle: Run, observed: Observed, compiled: bool) ->
         for kind, value in differences(rank, oracle, observed).items()
         if not value <= getattr(bounds, kind)  # so that NaN is a problem
     ]
+    if bounds is GPT_BOUNDS:
+        # What differs from the oracle is this machine's rounding: plain torch here differs from it as much.
+        problems += [
+            f"{kind} differs from plain torch by {value:.2e}, more than {getattr(Bounds(), kind):.0e}"
+            for kind, value in differences_from_plain_torch(rank, oracle, observed).items()
+            if not value <= getattr(Bounds(), kind)
+        ]
     layout: list[dict[str, Any]] = oracle["layout"]["dense"]
     starts = {name: start for buffer in layout for name, (start, _, _) in buffer["map"].items()}
     groups = range(sum(len(buffer["buckets"]) for buffer in layout))

@@ -58,9 +58,9 @@ class Backward(NamedTuple):
 
     def view(self, name: str) -> Node:
         """The ``main_grad`` node of a parameter."""
-        return main_grad_nodes(self.gm)[self.buffers.handle, self.index(name)]
+        return main_grad_nodes(self.gm)[self.buffers.handle, self.place(name)]
 
-    def index(self, name: str) -> int:
+    def place(self, name: str) -> int:
         return [spec.name for spec in self.buffers.traced.specs].index(name)
 
     def write(self, name: str) -> Node:
@@ -344,8 +344,8 @@ def test_spoiled_graphs_would_compute_something_else() -> None:
     case.gm.recompile()
     case.buffers.run_backward(case.gm, case.buffers.extras())
     sent = dict(zip(case.buffers.bucket_plan.groups[0].params, case.buffers.sent[0]))
-    assert sent[case.index("fc2.weight")].isnan().all()
-    assert torch.equal(sent[case.index("ln.bias")], case.buffers.traced.reference(case.index("ln.bias")))
+    assert sent[case.place("fc2.weight")].isnan().all()
+    assert torch.equal(sent[case.place("ln.bias")], case.buffers.traced.reference(case.place("ln.bias")))
 
 
 # Forward.
