@@ -42,6 +42,10 @@ def check_model(model: nn.Module, named: NamedParams, config: MegabufConfig, att
             )
     if not named:
         raise ValueError(f"{type(model).__name__} has no trainable parameters; set requires_grad before attaching")
+    devices = {param.device: name for name, param in named}
+    if len(devices) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(f"parameters are on several devices ({listed}); move the model to one device before attaching")
     for name, param in named:
         _check_param(name, param)
         if any(buffers.index_of(param) is not None for buffers in attached):
@@ -54,10 +58,6 @@ def check_model(model: nn.Module, named: NamedParams, config: MegabufConfig, att
                 "without the distributed optimizer .grad is the buffer and must have the parameter's dtype; "
                 "set use_distributed_optimizer=True or grad_reduce_in_fp32=False"
             )
-    devices = {param.device: name for name, param in named}
-    if len(devices) > 1:
-        listed = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
-        raise ValueError(f"parameters are on several devices ({listed}); move the model to one device before attaching")
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:

@@ -43,7 +43,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no_trainable": (frozen_model, "ValueError: Linear has no trainable parameters"),
     "complex": (complex_model, "ValueError: parameter 'phase' is complex"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "ValueError: module '0' makes sparse gradients"),
-    "devices": (two_devices, "NotImplementedError: parameter '1.weight' is on the meta device"),
+    "devices": (two_devices, "ValueError: parameters are on several devices ('0.bias' on cpu, '1.bias' on meta)"),
+    "meta": (lambda: nn.Linear(3, 3, device="meta"), "NotImplementedError: parameter 'weight' is on the meta device"),
     "expert": (expert_model, "NotImplementedError: parameter 'weight' is an expert parameter"),
     "not_a_module": (lambda: "model", "TypeError: attach takes a torch.nn.Module, got str"),
 }

@@ -304,6 +304,14 @@ def test_chains_that_keep_the_product_as_it_is(name: str) -> None:
     check_accumulate(buffers, fused=1, bound=FP32_BOUND)
 
 
+def test_cast_to_another_16_bit_type_goes() -> None:
+    """Neither wider nor narrower: the same rounding happens when the product is stored."""
+    factors = batch(0, 0, 0, 4, 6).to(BF16), batch(0, 1, 0, 6, 5).to(BF16)
+    buffers = Buffers(trace_backward(lambda lhs, rhs: (cast(torch.mm(lhs, rhs), torch.float16),), *factors))
+    check_overwrite(buffers, fused=1)
+    check_accumulate(buffers, fused=1, bound=2.0**-10)
+
+
 @pytest.mark.parametrize("name", SWAPPED)
 def test_chains_that_transpose_the_product(name: str) -> None:
     """(a b)^T = b^T a^T: the factors are transposed, which is a view."""
