@@ -172,7 +172,7 @@ def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], **kwar
 
 
 def keep_graph_order() -> contextlib.AbstractContextManager[Any]:
-    """Stop Inductor from delaying collectives: ``reorder_for_peak_memory`` was seen to move one behind the next GEMM."""
+    """Stop Inductor from delaying collectives: ``reorder_for_peak_memory`` moved one behind the next GEMM."""
     from torch._inductor import config
 
     return cast("contextlib.AbstractContextManager[Any]", config.patch(reorder_for_peak_memory=False))
@@ -182,6 +182,13 @@ def inductor_option_names() -> list[str]:
     from torch._inductor import config
 
     return list(config.get_config_copy())
+
+
+def is_cudagraphs_default() -> bool:
+    """Whether Inductor's own config turns on CUDA graphs for every compilation."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

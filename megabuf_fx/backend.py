@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from megabuf_fx import _compat
+import megabuf_fx._compat as _compat
 from megabuf_fx.config import MegabufConfig, suggest
 from megabuf_fx.handle import MegabufHandle, attach, find_handles
 from megabuf_fx.traced_graph import TracedGraph
@@ -83,11 +83,12 @@ def split_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[
         elif inductor_name in inductor_names:
             inductor[inductor_name] = value
         else:
-            raise ValueError(f"unknown option '{name}' of backend 'megabuf'{suggest(name, known)}")
-    if inductor.get("triton.cudagraphs"):
+            hint = suggest(name, known, further=inductor_names)
+            raise ValueError(f"unknown option '{name}' of backend 'megabuf'{hint}")
+    if inductor.get("triton.cudagraphs", _compat.is_cudagraphs_default()):
         raise NotImplementedError(
-            f"mode={mode!r} with options={dict(options or {})!r} turns on CUDA graphs, which backend 'megabuf' does not "
-            "support yet; use mode='max-autotune-no-cudagraphs' or mode=None"
+            f"mode={mode!r} with options={dict(options or {})!r}, or Inductor's config, turns on CUDA graphs, which "
+            "backend 'megabuf' does not support yet; use mode='max-autotune-no-cudagraphs' or mode=None"
         )
     return ours, inductor
 
@@ -115,8 +116,8 @@ def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Map
         for name, value in options.items():
             if getattr(handles[0].config, name) != value:
                 raise ValueError(
-                    f"option {name}={value!r} differs from {getattr(handles[0].config, name)!r} with which the model was "
-                    "attached; pass it to attach(model, MegabufConfig(...)) instead"
+                    f"option {name}={value!r} differs from {getattr(handles[0].config, name)!r} with which the model "
+                    "was attached; pass it to attach(model, MegabufConfig(...)) instead"
                 )
         return handles
     if not trainable:

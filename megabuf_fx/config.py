@@ -89,9 +89,10 @@ class MegabufConfig:
         return dataclasses.replace(self, dump_dir=dump_dir)
 
 
-def suggest(name: str, known: list[str]) -> str:
-    """``; did you mean 'x'?`` when a known name is near, else the list of names."""
+def suggest(name: str, known: list[str], further: list[str] | None = None) -> str:
+    """``; did you mean 'x'?`` when a known or else a further name is near, otherwise the list of known names."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(name, further or [], n=1, cutoff=0.8)
     return f"; did you mean '{near[0]}'?" if near else f"; known names: {', '.join(sorted(known))}"
 
 

@@ -33,6 +33,8 @@ class DirectoryDump(GraphDump):
         self.directory = directory
         self._count = 0
         directory.mkdir(parents=True, exist_ok=True)
+        for stale in directory.glob("[0-9][0-9]_*.py"):
+            stale.unlink()
 
     def write_graph(self, gm: GraphModule, name: str) -> None:
         text = gm.print_readable(print_output=False, include_stride=True, include_device=True)

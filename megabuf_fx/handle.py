@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabuf_fx import _compat
+import megabuf_fx._compat as _compat
 from megabuf_fx.checks import check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
@@ -191,8 +191,8 @@ def attach(
 ) -> MegabufHandle:
     """Move the trainable parameters' gradients (and, sharded, their values) into contiguous buffers.
 
-    Collective: every rank of ``process_group`` (default: the world) must call it with an equal model and config. Without
-    an initialized process group the model trains alone.
+    Collective: every rank of ``process_group`` (default: the world) must call it with an equal model and config.
+    Without an initialized process group the model trains alone.
 
     Raises:
         TypeError: ``model`` is no module, or ``config`` no ``MegabufConfig``.
@@ -287,8 +287,8 @@ def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
-                f"process_group is a {process_group.ndim}-dimensional DeviceMesh {process_group}; pass the data-parallel "
-                "axis, for example mesh['dp']"
+                f"process_group is a {process_group.ndim}-dimensional DeviceMesh {process_group}; pass the "
+                "data-parallel axis, for example mesh['dp']"
             )
         return process_group.get_group()
     if not isinstance(process_group, dist.ProcessGroup):

@@ -47,7 +47,8 @@ def find_boundaries(gm: GraphModule) -> tuple[Boundary, ...]:
 
 
 def _source_line(node: Node) -> str:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    # Some versions of Python underline the expression in a line of its own.
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
     return lines[-1] if lines else ""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from megabuf_fx import _compat
+import megabuf_fx._compat as _compat
 from megabuf_fx.dump import make_dump
 from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs
 from megabuf_fx.passes.contract import PassError
@@ -282,9 +282,14 @@ class TracedGraph:
                 with_token=bool(role.launches),
             )
         steps = backward_passes(gradients, role=role, extras=extras, fuse=self.fuse)
-        variant, boundaries = self._compile(
-            self._backward_source, binding, steps, extras, f"backward_{role.name}", role.launches
-        )
+        kind = f"backward_{role.name}"
+        if role.launches and role.launches != binding.plan.covered:
+            kind += "_" + "-".join(str(group) for _, group in role.launches)
+        variant, boundaries = self._compile(self._backward_source, binding, steps, extras, kind, role.launches)
+        if role.launches:
+            # What this variant leaves to the host, an earlier one may have launched.
+            for handle, group in binding.plan.covered:
+                binding.models[handle].boundaries.pop(group, None)
         for boundary in boundaries:
             binding.models[boundary.handle].boundaries[boundary.group] = boundary
         binding.backwards[role] = variant

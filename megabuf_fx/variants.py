@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from megabuf_fx import _compat
+import megabuf_fx._compat as _compat
 from megabuf_fx.dump import GraphDump
 from megabuf_fx.passes.add_buffer_inputs import ExtraInput
 from megabuf_fx.pipeline import Step, run_passes

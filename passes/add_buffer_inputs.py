@@ -9,6 +9,7 @@ caller has to append, in which order.
 
 Requires: placeholders with fake tensors in ``meta["val"]``.
 Ensures: one marked node per written parameter; the token is the last placeholder.
+Raises: PassError when no input has a fake tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from megabuf_fx.passes.contract import GraphPass
+from megabuf_fx.passes.contract import GraphPass, PassError
 from megabuf_fx.passes.graph_utils import MAIN_GRAD, TOKEN, aten, placeholders
 from megabuf_fx.runtime.plan import GraphParam
 
@@ -60,7 +61,10 @@ def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: 
     if not extras:
         return gm
     graph = gm.graph
-    fake_mode = next(n.meta["val"].fake_mode for n in placeholders(graph) if hasattr(n.meta["val"], "fake_mode"))
+    modes = [n.meta["val"].fake_mode for n in placeholders(graph) if hasattr(n.meta.get("val"), "fake_mode")]
+    if not modes:
+        raise PassError(PASS.name, "the graph has no input with a fake tensor in meta['val']")
+    fake_mode = modes[0]
     anchor = placeholders(graph)[-1]
     nodes: dict[tuple[str, int, int], Node] = {}
     for extra in extras:

@@ -8,7 +8,7 @@ the sum of micro-batches is added inside the product (``addmm``) instead of afte
 
 Requires: buffers.
 Ensures: every gradient that is a (transposed, widened) ``mm`` with one reader is written by one mutating op.
-Raises: PassError when a product has other operands than two tensors.
+Raises: PassError when a product has other operands than two tensors, or another shape than its parameter.
 """
 
 from __future__ import annotations
@@ -83,9 +83,15 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
     replaced: list[Node] = []
     for position, param in gradients.items():
         grad = values[position]
-        found = find_weight_grad(grad) if isinstance(grad, Node) else None
+        # The output node is one reader, however often it returns the gradient.
+        is_shared = sum(value is grad for value in values) > 1
+        found = find_weight_grad(grad) if isinstance(grad, Node) and not is_shared else None
         if found is None:
             continue
+        if tuple(grad.meta["val"].shape) != param.shape:
+            raise PassError(
+                PASS.name, f"gradient of '{param.name}' is {grad.meta['val'].shape}, expected {param.shape}", found.mm
+            )
         _write_product(graph, found, main_grads[param.handle, param.param], grad, accumulate)
         values[position] = None
         replaced.extend(found.chain)
@@ -105,6 +111,7 @@ def _write_product(graph: Graph, found: WeightGrad, main_grad: Node, grad: Node,
             # (a b)^T = b^T a^T: transposing the factors is a view, transposing the product would be a copy.
             lhs, rhs = _transpose(graph, rhs), _transpose(graph, lhs)
         node = graph.call_function(accumulate_wgrad_, (main_grad, lhs, rhs, accumulate))
+    node.meta["val"] = None
     inherit_provenance(node, found.mm)
     inherit_provenance(node, grad)
 

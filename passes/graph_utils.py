@@ -9,13 +9,13 @@ Passes leave two marks in ``node.meta``, so that later passes and the verifier n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from megabuf_fx.runtime.ops import accumulate_wgrad_
+from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ MAIN_GRAD = "megabuf_main_grad"
 TOKEN = "megabuf_token"
 
 # A new node inherits where it comes from, so that traces and profiles show the user's source line.
-_PROVENANCE = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "from_node")
+_PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "original_aten", "from_node")
 
 
 def placeholders(graph: Graph) -> list[Node]:
@@ -72,13 +72,46 @@ def _main_grad_of(node: Node) -> GraphParam | None:
 
 
 def written_param(node: Node) -> GraphParam | None:
-    """The parameter whose ``main_grad`` this node writes, None for any other node."""
-    # args: copy_(self, src); accumulate_wgrad_(main_grad, lhs, rhs, accumulate)
-    if node.op == "call_function" and node.target in (aten.copy_.default, accumulate_wgrad_):
-        destination = node.args[0]
-        if isinstance(destination, Node):
-            return _main_grad_of(destination)
-    return None
+    """The parameter whose ``main_grad`` this node writes, itself or through a view; None for any other node.
+
+    Collectives declare that they write what they send and wait for; they do not count.
+    """
+    destinations = (destination for written in written_nodes(node) for destination in _bases(written))
+    return next((param for base in destinations if (param := _main_grad_of(base)) is not None), None)
+
+
+def written_nodes(node: Node) -> list[Node]:
+    """The arguments that this op writes in place, by its schema; none for collectives of ours."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or node.target in (start_grad_sync, wait_param_sync):
+        return []
+    arguments = [*node.args, *([None] * (len(schema.arguments) - len(node.args)))]
+    values = [node.kwargs.get(spec.name, value) for spec, value in zip(schema.arguments, arguments)]
+    return [
+        value
+        for spec, value in zip(schema.arguments, values)
+        if spec.alias_info is not None and spec.alias_info.is_write and isinstance(value, Node)
+    ]
+
+
+def _bases(node: Node) -> Iterator[Node]:
+    """The node and what it is a view of, up to the input."""
+    yield node
+    while node.op == "call_function" and node.all_input_nodes and is_view(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result of this op aliases its first argument (views and in-place ops), by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def storage_input(node: Node) -> Node:
+    """The graph input of which ``node`` is a view, or the node itself."""
+    *_, base = _bases(node)
+    return base
 
 
 def token_node(gm: GraphModule) -> Node | None:

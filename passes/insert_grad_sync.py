@@ -24,6 +24,7 @@ from megabuf_fx.passes.graph_utils import (
     inherit_provenance,
     placeholders,
     positions,
+    storage_input,
     token_node,
     written_param,
 )
@@ -68,13 +69,7 @@ def insert_grad_sync(gm: GraphModule, *, launches: Sequence[tuple[int, int]]) ->
 
 def _destinations(views: list[Node]) -> list[Node]:
     """What the op mutates: the views, or, where they are slices of one whole buffer, that buffer."""
-    found: dict[Node, None] = {}
-    for view in views:
-        node = view
-        while node.op != "placeholder":
-            node = node.all_input_nodes[0]
-        found[node] = None
-    return list(found)
+    return list(dict.fromkeys(storage_input(view) for view in views))
 
 
 PASS = GraphPass(name="insert_grad_sync", requires=("main_grads_written",), provides=("grad_sync",))

@@ -31,10 +31,10 @@ def locate_params(gm: GraphModule, *, plan: GraphPlan) -> GraphModule:
     for node, param in zip(inputs, plan.inputs):
         if param is None:
             continue
-        if tuple(node.meta["val"].shape) != param.shape:
-            raise PassError(
-                PASS.name, f"parameter '{param.name}' has shape {param.shape}, not {node.meta['val'].shape}", node
-            )
+        shape = getattr(node.meta["val"], "shape", None)
+        if shape is None or tuple(shape) != param.shape:
+            found = tuple(shape) if shape is not None else node.meta["val"]
+            raise PassError(PASS.name, f"parameter '{param.name}' has shape {param.shape}, not {found}", node)
         node.meta[PARAM] = param
     return gm
 

@@ -17,7 +17,16 @@ from collections.abc import Mapping, Sequence
 from torch.fx import GraphModule, Node
 
 from megabuf_fx.passes.contract import GraphPass, PassError
-from megabuf_fx.passes.graph_utils import PARAM, outputs, placeholders, positions, token_node, written_param
+from megabuf_fx.passes.graph_utils import (
+    PARAM,
+    outputs,
+    placeholders,
+    positions,
+    storage_input,
+    token_node,
+    written_nodes,
+    written_param,
+)
 from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
 
@@ -47,14 +56,15 @@ def verify_backward(
         raise PassError(BACKWARD.name, f"bucket groups are launched as {found}, expected {list(launches)}")
     order = positions(gm.graph)
     for node, key in zip(starts, launches):
-        _check_token(gm, node, BACKWARD.name)
+        _check_token(gm, node, BACKWARD.name, key)
         sent = node.args[0]
         for write, param in by_group.get(key, []):
             if order[write] > order[node]:
                 raise PassError(
                     BACKWARD.name, f"'{param.name}' is written after its bucket group {key} was launched", write
                 )
-            if not isinstance(sent, (list, tuple)) or _storage_input(write.args[0]) not in sent:
+            sources = {storage_input(written) for written in written_nodes(write)}
+            if not isinstance(sent, (list, tuple)) or not sources.intersection(sent):
                 raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
     return gm
 
@@ -64,9 +74,9 @@ def verify_forward(gm: GraphModule) -> GraphModule:
     waits: dict[tuple[object, object], Node] = {}
     for node in gm.graph.nodes:
         if node.target is wait_param_sync:
-            _check_token(gm, node, FORWARD.name)
             # args: (params, token, handle, group)
             key = (node.args[2], node.args[3])
+            _check_token(gm, node, FORWARD.name, key)
             if key in waits:
                 raise PassError(FORWARD.name, f"bucket group {key} is waited for twice", node)
             waits[key] = node
@@ -86,15 +96,14 @@ def verify_forward(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def _check_token(gm: GraphModule, node: Node, name: str) -> None:
-    if node.args[1] is not token_node(gm):
-        raise PassError(name, "a collective does not carry the graph's token, so its order is not fixed", node)
-
-
-def _storage_input(destination: object) -> object:
-    while isinstance(destination, Node) and destination.op != "placeholder":
-        destination = destination.all_input_nodes[0]
-    return destination
+def _check_token(gm: GraphModule, node: Node, name: str, key: object) -> None:
+    token = token_node(gm)
+    if token is None or node.args[1] is not token:
+        raise PassError(
+            name,
+            f"the collective of bucket group {key} does not carry the graph's token, so its order is not fixed",
+            node,
+        )
 
 
 BACKWARD = GraphPass(name="verify_backward", requires=("main_grads_written", "grad_sync"))

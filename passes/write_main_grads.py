@@ -50,7 +50,7 @@ def write_main_grads(gm: GraphModule, *, gradients: Mapping[int, GraphParam], ac
         if accumulate:
             with graph.inserting_after(anchor):
                 value = anchor = graph.call_function(aten.add.Tensor, (main_grad, grad))
-            value.meta["val"] = main_grad.meta["val"]
+            value.meta["val"] = main_grad.meta["val"] + grad.meta["val"]
             inherit_provenance(value, grad)
         with graph.inserting_after(anchor):
             write = graph.call_function(aten.copy_.default, (main_grad, value))

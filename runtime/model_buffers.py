@@ -152,9 +152,9 @@ class ModelBuffers:
         is_sum = self.reducer.scale == 1.0 and not self.reducer.average and self.reducer.comm.size > 1
         if is_sum and self._is_reduced_before and self.params[param].grad is not None:
             raise RuntimeError(
-                f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over ranks "
-                "(calculate_per_token_loss=True) and would be summed again. Run all micro-batches but the last inside "
-                "`with buf.no_sync()`, and call zero_grad() after every step"
+                f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over "
+                "ranks (calculate_per_token_loss=True) and would be summed again. Run all micro-batches but the last "
+                "inside `with buf.no_sync()`, and call zero_grad() after every step"
             )
 
     # What the hooks on AccumulateGrad nodes call.

@@ -77,17 +77,30 @@ def _accumulate_wgrad_(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: 
     Shapes: ``main_grad`` ``[m, n]``, ``lhs`` ``[m, k]``, ``rhs`` ``[k, n]``; ``main_grad`` may be wider than the
     factors. Without a kernel of mixed dtypes (CPU) the product is rounded to the factors' dtype and then added.
     """
-    if main_grad.dtype == lhs.dtype:
+    _check_product(main_grad, lhs, rhs)
+    # `.data` shares the storage and not the version counter, see [Note: order of collectives in a graph].
+    destination = main_grad.data
+    if destination.dtype == lhs.dtype:
         if accumulate:
-            main_grad.addmm_(lhs, rhs)
+            destination.addmm_(lhs, rhs)
         else:
-            torch.mm(lhs, rhs, out=main_grad)
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(main_grad, lhs, rhs, main_grad.dtype, beta=1 if accumulate else 0, out=main_grad)
+            torch.mm(lhs, rhs, out=destination)
+    elif destination.is_cuda and destination.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(
+            destination, lhs, rhs, destination.dtype, beta=1 if accumulate else 0, out=destination
+        )
     elif accumulate:
-        main_grad.add_(torch.mm(lhs, rhs))
+        destination.add_(torch.mm(lhs, rhs))
     else:
-        main_grad.copy_(torch.mm(lhs, rhs))
+        destination.copy_(torch.mm(lhs, rhs))
+
+
+def _check_product(main_grad: Tensor, lhs: Tensor, rhs: Tensor) -> None:
+    # An `out=` of another shape would be resized, over the gradients of its neighbours in the buffer.
+    if lhs.dim() != 2 or rhs.dim() != 2 or tuple(main_grad.shape) != (lhs.shape[0], rhs.shape[1]):
+        raise RuntimeError(
+            f"megabuf::accumulate_wgrad_ of {tuple(lhs.shape)} @ {tuple(rhs.shape)} into {tuple(main_grad.shape)}"
+        )
 
 
 _LIBRARY = torch.library.Library("megabuf", "DEF")
@@ -111,7 +124,7 @@ def _(params: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
 
 @torch.library.register_fake("megabuf::accumulate_wgrad_", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
-    return None
+    _check_product(main_grad, lhs, rhs)
 
 
 start_grad_sync = torch.ops.megabuf.start_grad_sync.default

@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import RankGroup, fresh_compiler
 
+from megabuf_fx.runtime.ops import live_targets
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankGroup]]:
@@ -30,4 +32,6 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
 def _clean_process() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
-    fresh_compiler()
+    # A collection takes long once Inductor is imported, so only after tests that attached something.
+    if live_targets():
+        fresh_compiler()

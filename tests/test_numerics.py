@@ -95,7 +95,9 @@ def compare_cases(rank: int, world: int, compiled: bool) -> list[str]:
     for mode, micro_batches, fuse in cases(world, compiled):
         options = {"inner_compiler": "aot_eager", "bucket_size": 600, **MODES[mode]}
         difference = compare(rank, micro_batches, {**options, "gradient_accumulation_fusion": fuse}, compiled)
-        is_bitwise = world <= 2 and (micro_batches == 1 or not fuse or not compiled)
+        # A dense layout can misalign a view, and CPU products round by the alignment of what they write.
+        is_exact = not (mode == "plain_dense" and fuse) and (micro_batches == 1 or not fuse)
+        is_bitwise = world <= 2 and (is_exact or not compiled)
         if not difference <= (0.0 if is_bitwise else 1e-5):
             problems.append(f"{mode}, {micro_batches} micro-batches, fused {fuse}: {difference}")
         fresh_compiler()

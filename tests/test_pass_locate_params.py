@@ -57,7 +57,7 @@ def test_another_shape_is_refused() -> None:
     first = plan.inputs[0]
     assert first is not None
     wrong = GraphPlan((dataclasses.replace(first, shape=(13, 37)), *plan.inputs[1:]), ())
-    with pytest.raises(PassError, match=r"node 'primals_1'.*'fc1.weight' has shape \(13, 37\), not .*\[37, 13\]"):
+    with pytest.raises(PassError, match=r"node 'primals_1'.*'fc1.weight' has shape \(13, 37\), not \(37, 13\)"):
         locate_params(copy_graph(traced.forward), plan=wrong)
 
 
