@@ -1,9 +1,5 @@
-"""One Dynamo graph: binds its inputs to attached parameters and runs the right variant of forward and backward.
-
-[Note: bindings]
-Dynamo reuses compiled code for other parameters of the same shapes (a block class compiled once, a deep-copied
-teacher). So which parameters a graph uses is read from its arguments at every call. A ``Binding`` belongs to one set of
-parameters and holds their plan and compiled variants; a call with other parameters gets a binding of its own.
+"""One Dynamo graph: binds its inputs to attached parameters and runs the right variant of forward and backward
+(see [Note: bindings] in ``binding.py``).
 
 [Note: from forward to backward]
 The autograd node that AOTAutograd creates in forward is the node that runs in backward. Its metadata carries the
@@ -21,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import megabuf_fx._compat as _compat
+from megabuf_fx.binding import Binding, BindingKey, key_of, locate_arguments
 from megabuf_fx.dump import make_dump
 from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs
 from megabuf_fx.passes.contract import PassError
@@ -28,8 +25,7 @@ from megabuf_fx.passes.graph_utils import outputs
 from megabuf_fx.pipeline import backward_passes, forward_passes
 from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json
 from megabuf_fx.runtime.model_buffers import ModelBuffers
-from megabuf_fx.runtime.ops import live_targets
-from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role, plan_graph
+from megabuf_fx.runtime.plan import GraphParam, Role
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
 from megabuf_fx.variants import Boxed, GraphSource
@@ -39,41 +35,6 @@ _COMPILED_NODE = "CompiledFunctionBackward"
 """Class name of AOTAutograd's nodes; every compiled graph has a class of its own of that name."""
 MAX_LAUNCH_SETS = 4
 """Sets of bucket groups that one backward is compiled to launch; beyond it the host launches instead."""
-
-
-class Binding:
-    """The parameters of one call, their plan, and the variants compiled for them."""
-
-    def __init__(self, params: tuple[Any, ...], n_inputs: int, positions: Sequence[int]) -> None:
-        self.params = params
-        self.models = {handle: target for handle, target in live_targets() if isinstance(target, ModelBuffers)}
-        inputs: list[GraphParam | None] = [None] * n_inputs
-        for position, param in zip(positions, params):
-            inputs[position] = self._locate(param)
-        used = {param.handle for param in inputs if param is not None}
-        self.models = {handle: model for handle, model in self.models.items() if handle in used}
-        self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
-        self.forward: Callable[[list[Any]], Any] | None = None
-        self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
-
-    def _locate(self, param: object) -> GraphParam | None:
-        for handle, model in self.models.items():
-            index = model.index_of(param)
-            if index is not None:
-                spec = model.plan.params[index]
-                buffer, slot = model.locations[index]
-                return GraphParam(
-                    handle=handle,
-                    param=index,
-                    group=model.group_of[index],
-                    name=spec.name,
-                    shape=spec.shape,
-                    grad_dtype=model.plan.layouts[buffer].key.grad_dtype,
-                    buffer=buffer,
-                    start=slot.start,
-                    whole_buffer=not model.plan.aligned,
-                )
-        return None
 
 
 class TracedGraph:
@@ -96,17 +57,14 @@ class TracedGraph:
         self.dump_dir = dump_dir
         self.n_inputs = len(example_inputs)
         self.positions = [i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter)]
-        self._binding = self._bind(example_inputs)
-        self._bindings = {tuple(map(id, self._binding.params)): self._binding}
+        self._arguments: tuple[Any, ...] = ()
+        self._bindings: dict[BindingKey, Binding] = {}
+        self._binding = self._select(example_inputs)
+        self._is_training = False
         self._forward_source: GraphSource | None = None
         self._backward_source: GraphSource | None = None
         self._gradient_positions: tuple[int, ...] = ()
         self._node_type: type | None = None
-
-    @property
-    def binding(self) -> Binding:
-        """The parameters of the latest call."""
-        return self._binding
 
     # The two places where a call enters: around AOTAutograd, and instead of Inductor.
 
@@ -118,7 +76,7 @@ class TracedGraph:
             for model in binding.models.values():
                 model.before_forward()
             results = compiled(*args)
-            if self._forward_source is not None and self._is_training and binding.models:
+            if self._is_training and binding.models:
                 self._leave_token(results, binding)
             return results
 
@@ -144,20 +102,18 @@ class TracedGraph:
 
     # Running.
 
-    _is_training = False
-
     def _select(self, args: Sequence[Any]) -> Binding:
-        params = tuple(args[i] for i in self.positions)
-        if not all(map(operator.is_, params, self._binding.params)):
-            key = tuple(map(id, params))
-            # A freed parameter's id can come back: the binding keeps its own alive, so equal ids are equal objects.
-            if key not in self._bindings:
-                self._bindings[key] = self._bind(args)
-            self._binding = self._bindings[key]
+        arguments = tuple(args[i] for i in self.positions)
+        if self._bindings and all(map(operator.is_, arguments, self._arguments)):
+            return self._binding
+        located: list[GraphParam | None] = [None] * self.n_inputs
+        for position, param in zip(self.positions, locate_arguments(arguments)):
+            located[position] = param
+        key = key_of(located)
+        if key not in self._bindings:
+            self._bindings[key] = Binding(located)
+        self._arguments, self._binding = arguments, self._bindings[key]
         return self._binding
-
-    def _bind(self, args: Sequence[Any]) -> Binding:
-        return Binding(tuple(args[i] for i in self.positions), self.n_inputs, self.positions)
 
     def _run_forward(self, args: list[Any]) -> Any:
         binding = self._binding
@@ -304,7 +260,7 @@ class TracedGraph:
         kind: str,
         launches: Sequence[tuple[int, int]],
     ) -> tuple[Callable[[list[Any]], Any], tuple[Boundary, ...]]:
-        order = list(self._bindings.values()).index(binding) if binding in self._bindings.values() else 0
+        order = list(self._bindings.values()).index(binding)
         name = kind if order == 0 else f"binding{order}_{kind}"
         dump = make_dump(self.dump_dir, rank=self.rank, graph=self.number, variant=name)
         compiled, final = source.compile(steps, extras, dump=dump, keeps_order=bool(launches))

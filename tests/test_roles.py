@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import megabuf_fx as mb
+from megabuf_fx.binding import Binding, locate_arguments
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
-from megabuf_fx.traced_graph import Binding
 
 
 class Case:
@@ -31,9 +31,9 @@ class Case:
         self.handle = mb.attach(self.model, mb.MegabufConfig(bucket_size=bucket_size, **options))
         self.buffers: ModelBuffers = self.handle.buffers
         chosen = names or ("first", "middle", "last")
-        params = tuple(self.model.get_submodule(name).weight for name in chosen)
+        params = [self.model.get_submodule(name).weight for name in chosen]
         # One more input than parameters: the batch.
-        self.plan: GraphPlan = Binding(params, len(params) + 1, range(1, len(params) + 1)).plan
+        self.plan: GraphPlan = Binding(locate_arguments([None, *params])).plan
         self.token = self.forward()
         self.poison()
 
@@ -259,7 +259,7 @@ def test_two_models_in_one_graph() -> None:
     """Each model decides for its own buckets; one role serves both, so one written slot makes all accumulate."""
     one, two = Case(), Case()
     params = (*one.model.parameters(), *two.model.parameters())
-    plan = Binding(params, 6, range(6)).plan
+    plan = Binding(locate_arguments(params)).plan
     models = {case.buffers.handle: case.buffers for case in (one, two)}
     token = ForwardToken(plan.groups)
 

@@ -1,0 +1,63 @@
+"""Which attached parameters a call of a compiled graph uses.
+
+[Note: bindings]
+Dynamo reuses compiled code for other parameters of the same shapes (a block class compiled once, a deep-copied
+teacher). So which parameters a graph uses is read from its arguments at every call. A ``Binding`` belongs to one choice
+of attached parameters and holds their plan and the variants compiled for them; a call with others gets one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.ops import live_targets
+from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role, plan_graph
+
+BindingKey = tuple[tuple[int, int] | None, ...]
+"""``(handle, param)`` of each argument, None where it is not attached; unattached tensors are all alike to a graph."""
+
+
+class Binding:
+    """One choice of attached parameters: the models they belong to, their plan, and what is compiled for them."""
+
+    def __init__(self, inputs: Sequence[GraphParam | None]) -> None:
+        used = {param.handle for param in inputs if param is not None}
+        self.models = {handle: model for handle, model in _live_models() if handle in used}
+        self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
+        self.forward: Callable[[list[Any]], Any] | None = None
+        self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
+
+
+def locate_arguments(arguments: Sequence[object]) -> list[GraphParam | None]:
+    """What each argument is to the attached models, None for tensors of nobody's."""
+    models = _live_models()
+    return [next((found for h, m in models if (found := _locate(argument, h, m))), None) for argument in arguments]
+
+
+def key_of(located: Sequence[GraphParam | None]) -> BindingKey:
+    return tuple((param.handle, param.param) if param is not None else None for param in located)
+
+
+def _live_models() -> list[tuple[int, ModelBuffers]]:
+    return [(handle, target) for handle, target in live_targets() if isinstance(target, ModelBuffers)]
+
+
+def _locate(argument: object, handle: int, model: ModelBuffers) -> GraphParam | None:
+    index = model.index_of(argument)
+    if index is None:
+        return None
+    spec = model.plan.params[index]
+    buffer, slot = model.locations[index]
+    return GraphParam(
+        handle=handle,
+        param=index,
+        group=model.group_of[index],
+        name=spec.name,
+        shape=spec.shape,
+        grad_dtype=model.plan.layouts[buffer].key.grad_dtype,
+        buffer=buffer,
+        start=slot.start,
+        whole_buffer=not model.plan.aligned,
+    )
