@@ -38,11 +38,20 @@ log = logging.getLogger("megabuf_fx.handle")
 class MegabufHandle:
     """Contiguous buffers of one model. Made by ``attach``.
 
-    ``model`` is the attached module, ``config`` the effective configuration, ``plan`` the layout and bucket groups.
+    ``model`` is the attached module, ``process_group`` the group it is trained over (None for a single process),
+    ``config`` the effective configuration, ``plan`` the layout and bucket groups.
     """
 
-    def __init__(self, model: nn.Module, config: MegabufConfig, plan: BucketPlan, buffers: ModelBuffers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MegabufConfig,
+        plan: BucketPlan,
+        buffers: ModelBuffers,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self.model = model
+        self.process_group = process_group
         self.config = config
         self.plan = plan
         self.buffers = buffers
@@ -231,17 +240,18 @@ def attach(
     if config.init_sync:
         for tensor in [*model.parameters(), *model.buffers()]:
             param_comm.broadcast(tensor.detach())
-    return _build(model, config, specs, [param for _, param in named], grad_comm, param_comm)
+    plan, buffers = _build(config, specs, [param for _, param in named], grad_comm, param_comm)
+    log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
+    return MegabufHandle(model, config, plan, buffers, group)
 
 
 def _build(
-    model: nn.Module,
     config: MegabufConfig,
     specs: Sequence[ParamSpec],
     params: Sequence[nn.Parameter],
     grad_comm: Comm,
     param_comm: Comm,
-) -> MegabufHandle:
+) -> tuple[BucketPlan, ModelBuffers]:
     plan = plan_buckets(
         specs,
         dp_size=grad_comm.size,
@@ -269,8 +279,7 @@ def _build(
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
     )
-    log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
-    return MegabufHandle(model, config, plan, buffers)
+    return plan, buffers
 
 
 def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Mlp, RankGroup, batch, error_text, seeded
+from helpers import Mlp, RankGroup, batch, error_text, max_difference, params_of, seeded, twin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -248,6 +248,60 @@ def test_process_group_destroyed_under_an_attached_model(ranks: Callable[[int], 
     for text in ranks(2).run(destroyed_group):
         assert text.startswith("RuntimeError: the process group of megabuf_gradients is gone")
     ranks(2).close()
+
+
+def data_parallel_axis(rank: int) -> float:
+    """Two data-parallel groups of two ranks; each is a sub-group of the world. Differences from DDP over the axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    model = seeded(Mlp)
+    plain = DistributedDataParallel(twin(model), process_group=mesh.get_group())
+    buf = mb.attach(model, EAGER, process_group=mesh)
+    assert buf.dp_size == 2
+    assert buf.process_group is mesh.get_group()
+    call = torch.compile(model, backend="megabuf")
+    optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(3):
+        for forward, update in ((call, optimizer), (plain, reference)):
+            forward(batch(step, 0, rank, 8, 13)).square().mean().backward()
+            update.step()
+            update.zero_grad()
+    result = max_difference(params_of(model), params_of(plain.module))
+    buf.detach()
+    # A second attach over the same sub-group must not meet what the first left in the store.
+    mb.attach(model, EAGER, process_group=mesh).detach()
+    return result
+
+
+@pytest.mark.dist
+def test_device_mesh_axis(ranks: Callable[[int], RankGroup]) -> None:
+    assert ranks(4).run(data_parallel_axis) == [0.0] * 4
+
+
+@pytest.fixture
+def fake_world() -> Iterator[int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=3, world_size=64, store=FakeStore())
+    yield 64
+    dist.destroy_process_group()
+
+
+def test_fake_process_group_stands_for_any_world(fake_world: int) -> None:
+    """Sizes, order and shards of a large world on one machine; no data moves, so values mean nothing."""
+    model = seeded(Mlp)
+    buf = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=600, overlap_param_gather=True))
+    assert buf.dp_size == fake_world
+    assert all(bucket.numel % fake_world == 0 for group in buf.plan.groups for bucket in group.buckets)
+    call = torch.compile(model, backend="megabuf")
+    optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for step in range(2):
+        call(batch(step, 0, 0, 8, 13)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    owned = sum(param.numel() for group in optimizer.inner.param_groups for param in group["params"])
+    assert owned <= buf.buffers.buffers[0].layout.numel // fake_world
+    buf.detach()
 
 
 def init_sync_makes_ranks_equal(rank: int) -> float:

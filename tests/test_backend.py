@@ -100,8 +100,14 @@ def test_entry_point_is_found_without_importing_the_package() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"fullgraph": True}, {"dynamic": True}, {"dynamic": False}, {"options": {"max_fusion_size": 8}}],
-    ids=["fullgraph", "dynamic", "static", "inductor_option"],
+    [
+        {"fullgraph": True},
+        {"dynamic": True},
+        {"dynamic": False},
+        {"mode": "max-autotune-no-cudagraphs"},
+        {"options": {"max_fusion_size": 8}},
+    ],
+    ids=["fullgraph", "dynamic", "static", "mode", "inductor_option"],
 )
 def test_arguments_of_torch_compile_pass_through(arguments: dict[str, Any]) -> None:
     model = seeded(Mlp)
