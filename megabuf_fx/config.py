@@ -34,6 +34,10 @@ class MegabufConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward instead of inside ``step``. Raw reads of parameters between
     ``step`` and the next forward then need ``buf.sync_params()``."""
+    find_unused_parameters: bool = True
+    """Tell the ranks, once per step and in one small collective, which parameters got a gradient on any of them; the
+    others are left alone by the optimizer. Off: a parameter without gradient counts as having zeros (as in Megatron),
+    so weight decay and momentum still move it."""
     average_in_collective: bool = False
     """Let the collective average instead of scaling gradients before it."""
     calculate_per_token_loss: bool = False

@@ -151,8 +151,8 @@ class MegabufHandle:
         self._publish_grads()
 
     def _publish_grads(self) -> None:
-        for param, main_grad, written in zip(self.buffers.params, self.buffers.main_grads, self.buffers.state.written):
-            if written:
+        for param, main_grad, is_used in zip(self.buffers.params, self.buffers.main_grads, self.buffers.used_params()):
+            if is_used:
                 param.grad = main_grad
         self.buffers.reopen()
 
@@ -278,6 +278,7 @@ def _build(
         average=config.average_in_collective,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
+        find_unused_parameters=config.find_unused_parameters,
     )
     return plan, buffers
 

@@ -1,37 +1,23 @@
 """``DistributedOptimizer``: any elementwise ``torch.optim`` optimizer on this rank's shards (ZeRO-1).
 
-[Note: runs]
-A rank owns ``1/dp`` of every bucket by elements. Neighbouring parameters of one param group, without padding between
-them, form a *run*; the inner optimizer sees few long runs instead of many small tensors. Elementwise updates do not
-care where one parameter ends, so results are those of the same optimizer on whole parameters. Padding is in no run.
+See [Note: runs] in ``runs.py`` for what the inner optimizer updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megabuf_fx.handle import MegabufHandle, find_handles
-from megabuf_fx.runtime.shards import compute_shard_ranges
+from megabuf_fx.runs import make_runs, make_runs_of, split_runs
 
 NORM_CHUNK = 2**16
 """Elements summed at once for the gradient norm."""
 
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
-
-
-class Run(NamedTuple):
-    """A stretch of this rank's shards that one param group owns: all fields 1-D of equal length."""
-
-    master: nn.Parameter
-    """What the inner optimizer updates: fp32; for fp32 parameters a view of ``param_data``."""
-    grad: Tensor
-    """View of ``grad_data``."""
-    param: Tensor
-    """View of ``param_data``."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -62,11 +48,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         groups = _as_groups(params)
         self.handle = _find_handle(groups)
-        self._runs = [_make_runs(self.handle, group["params"]) for group in groups]
+        self._runs = [make_runs(self.handle.buffers, group["params"]) for group in groups]
         inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
-        self.handle.buffers.sync_params()
+        buffers = self.handle.buffers
+        self._unattached = [p for group in groups for p in group["params"] if buffers.index_of(p) is None]
+        buffers.sync_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: shards are cut by param group.
@@ -114,11 +102,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronize()
         buffers = self.handle.buffers
         buffers.sync_params()
-        for outer, inner, runs in zip(self.param_groups, self.inner.param_groups, self._runs):
+        self._refuse_unattached()
+        used = buffers.used_params()
+        for index, (outer, inner) in enumerate(zip(self.param_groups, self.inner.param_groups)):
             inner.update({key: value for key, value in outer.items() if key != "params"})
-            for run in runs:
-                # fp32 gradients are aliased, not copied.
-                run.master.grad = run.grad.to(run.master.dtype)
+            self._runs[index] = split_runs(self._runs[index], used, self.inner.state)
+            inner["params"] = [run.master for run in self._runs[index]]
+            for run in self._runs[index]:
+                # A parameter without gradient is left alone, as in torch.optim. fp32 gradients are aliased, not copied.
+                run.master.grad = run.grad.to(run.master.dtype) if run.is_used(used) else None
         self.inner.step()
         for runs in self._runs:
             for run in runs:
@@ -137,6 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "plan_digest": self.handle.plan.digest,
             "dp_rank": self.handle.buffers.reducer.comm.rank,
             "inner": self.inner.state_dict(),
+            "spans": [[(run.buffer, run.start, run.end) for run in runs] for runs in self._runs],
             "masters": [run.master.detach() for runs in self._runs for run in runs],
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
@@ -156,6 +149,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"optimizer state of plan {found[0][:12]} rank {found[1]} does not fit plan {expected[0][:12]} rank "
                 f"{expected[1]}; rank-local state needs the same model, bucket size and world size"
             )
+        self._runs = [make_runs_of(self.handle.buffers, spans) for spans in state_dict["spans"]]
+        self.inner.state.clear()
+        for inner, runs in zip(self.inner.param_groups, self._runs):
+            inner["params"] = [run.master for run in runs]
         self.inner.load_state_dict(state_dict["inner"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(saved)
@@ -171,6 +168,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gatherer.wait_all()
             gatherer.mark_stale()
             gatherer.wait_all()
+
+    def _refuse_unattached(self) -> None:
+        for param in self._unattached:
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} got a gradient but was frozen when the model was "
+                    "attached, so it is in no buffer; detach and attach again after unfreezing"
+                )
 
     def _synchronize(self) -> None:
         self.handle.check_synchronized()
@@ -220,27 +225,3 @@ def _find_handle(groups: list[dict[str, Any]]) -> MegabufHandle:
         if handle.buffers.index_of(param) is None:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} belongs to no attached model")
     return handle
-
-
-def _make_runs(handle: MegabufHandle, params: Iterable[nn.Parameter]) -> list[Run]:
-    """The runs of one param group on this rank, in buffer order."""
-    buffers = handle.buffers
-    members = {index for param in params if (index := buffers.index_of(param)) is not None}
-    comm = buffers.reducer.comm
-    runs = []
-    for buffer in buffers.buffers:
-        spans: list[tuple[int, int]] = []
-        for piece in compute_shard_ranges(buffer.layout, dp_size=comm.size, dp_rank=comm.rank):
-            if piece.param not in members:
-                continue
-            if spans and spans[-1][1] == piece.start:
-                spans[-1] = (spans[-1][0], piece.end)
-            else:
-                spans.append((piece.start, piece.end))
-        for start, end in spans:
-            if buffer.param_data is None:
-                raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
-            param = buffer.param_data[start:end]
-            master = param if param.dtype == torch.float32 else param.float()
-            runs.append(Run(nn.Parameter(master), buffer.grad_data[start:end], param))
-    return runs

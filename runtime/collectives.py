@@ -42,6 +42,10 @@ class Comm(Protocol):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork: ...
 
+    def all_reduce_max(self, flags: Tensor) -> PendingWork:
+        """Elementwise maximum over the group, in place."""
+        ...
+
     def all_gather_object(self, value: object) -> list[object]: ...
 
     def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
@@ -76,6 +80,9 @@ class LocalComm:
         return PendingWork(_nothing, ())
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
+        return PendingWork(_nothing, ())
+
+    def all_reduce_max(self, flags: Tensor) -> PendingWork:
         return PendingWork(_nothing, ())
 
     def all_gather_object(self, value: object) -> list[object]:
@@ -148,6 +155,10 @@ class ProcessGroupComm:
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard))
+
+    def all_reduce_max(self, flags: Tensor) -> PendingWork:
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return PendingWork(_waiter(work), (flags,))
 
     def all_gather_object(self, value: object) -> list[object]:
         values: list[object] = [None] * self.size

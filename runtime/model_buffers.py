@@ -21,6 +21,7 @@ from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.ops import register_target, unregister_target
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.step_state import StepState
+from megabuf_fx.runtime.usage import UsageExchange
 
 
 class ModelBuffers:
@@ -40,6 +41,7 @@ class ModelBuffers:
         average: bool,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
+        find_unused_parameters: bool,
     ) -> None:
         self.plan = plan
         self.params = list(params)
@@ -69,8 +71,11 @@ class ModelBuffers:
         self._is_reduced_before = False
         """The same, when the running backward began."""
         self._untouched_id = -1
+        self._usage = UsageExchange(grad_comm, len(self.params), device) if find_unused_parameters else None
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
+        self._in_flight: set[int] = set()
+        """Parameters that a graph wrote and whose AccumulateGrad node has not run since."""
         self._late: dict[int, Tensor] = {}
         self._has_agreed_on_late = False
         self.handle = register_target(self)
@@ -115,37 +120,39 @@ class ModelBuffers:
             self._backward_id = backward_id
             self.state.is_unsynced = self.no_sync_depth > 0
             self._is_reduced_before, self._is_reduced = self._is_reduced, False
+            if not self.plan.sharded:
+                self._notice_zeroed()
+
+    def _notice_zeroed(self) -> None:
+        """Not sharded, any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
+        for index, param in enumerate(self.params):
+            if param.grad is None and index not in self._in_flight:
+                self.state.written[index] = False
 
     def prepare_graph_write(self, param: int) -> None:
-        """Make ``state.written`` true to what the slot holds, before a graph decides between overwriting and adding.
+        """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.
 
-        Not sharded, ``.grad`` says it: None after ``zero_grad``, else the buffer view or a tensor that the user put
-        there. ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
+        Not sharded, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
         """
         if self.plan.sharded:
             return
-        self._read_grad(param)
+        self._refuse_second_sum(param)
+        grad, main_grad = self.params[param].grad, self.main_grads[param]
+        if grad is not None:
+            if grad.data_ptr() != main_grad.data_ptr():
+                main_grad.copy_(grad)
+            self.state.written[param] = True
         self.params[param].grad = None
 
     def mark_graph_write(self, param: int) -> None:
         """The graph that runs next writes this slot."""
         self.state.written[param] = True
         self._graph_wrote_in[param] = self._backward_id
+        self._in_flight.add(param)
 
     def mark_untouched(self) -> None:
         """The running backward hands out plain gradients; what autograd accumulates of them teaches nothing."""
         self._untouched_id = self._backward_id
-
-    def _read_grad(self, param: int) -> None:
-        self._refuse_second_sum(param)
-        grad, main_grad = self.params[param].grad, self.main_grads[param]
-        if grad is None:
-            if self._graph_wrote_in[param] != self._backward_id:
-                self.state.written[param] = False
-        else:
-            if grad is not main_grad and grad.data_ptr() != main_grad.data_ptr():
-                main_grad.copy_(grad)
-            self.state.written[param] = True
 
     def _refuse_second_sum(self, param: int) -> None:
         """Without sharding, gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
@@ -172,6 +179,7 @@ class ModelBuffers:
                 f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
                 "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
             )
+        self._in_flight.discard(param)
         grad = tensor.grad
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(
@@ -243,21 +251,40 @@ class ModelBuffers:
     def finish_grad_sync(self) -> None:
         """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset."""
         self.reducer.comm.check_alive()
-        if self._is_reduced:
+        if self._is_reduced and any(param.grad is not None for param in self.params):
             return
         for group in range(len(self.plan.groups)):
             if not self.reducer.is_started(group):
                 self.start_grad_sync(group)
+        if self._usage is not None:
+            self._usage.start(self._used_here())
         for group in range(len(self.plan.groups)):
             self.reducer.wait(group)
         self._reduce_late()
         self.state.is_unsynced = False
 
+    def used_params(self) -> list[bool]:
+        """Which parameters got a gradient on some rank, after ``finish_grad_sync``.
+
+        Without ``find_unused_parameters`` all did when sharded, and those that this rank wrote otherwise.
+        """
+        if self._usage is not None:
+            return self._usage.wait()
+        return [True] * len(self.params) if self.plan.sharded else self._used_here()
+
+    def _used_here(self) -> list[bool]:
+        if self.plan.sharded:
+            return list(self.state.written)
+        return [param.grad is not None for param in self.params]
+
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
         self.reducer.reset()
         self.state.reset()
+        if self._usage is not None:
+            self._usage.reset()
         self._is_reduced = False
+        self._in_flight.clear()
         self._late.clear()
 
     def reopen(self) -> None:

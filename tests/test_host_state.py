@@ -265,3 +265,88 @@ def play_all(rank: int, mode: str) -> list[str]:
 def test_scenarios_equal_eager(ranks: Callable[[int], RankGroup], world: int, mode: str) -> None:
     for problems in ranks(world).run(play_all, mode, timeout=200):
         assert not problems, "\n".join(problems)
+
+
+class Branches(nn.Module):
+    """A trunk, and branches of which a call uses one; the spare one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 7)
+        self.left = nn.Linear(7, 5)
+        self.spare = nn.Linear(7, 5)
+        self.right = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        result: Tensor = self.left(hidden) if branch == 0 else self.right(hidden)
+        return result
+
+
+def branch_of(pattern: str, step: int, rank: int) -> int:
+    if pattern == "never":
+        return 0
+    return (step % 2) if pattern == "alternating" else (step + rank) % 2
+
+
+def train_branches(rank: int, pattern: str, mode: str, optimizer_class: type) -> str | None:
+    """AdamW with strong decay: a parameter without gradient must not move, nor count the step."""
+    world = dist.get_world_size()
+    plain = seeded(Branches)
+    model = twin(plain)
+    options = {"lr": LR, "weight_decay": 0.3}
+    reference = optimizer_class(plain.parameters(), **options)
+    buf = mb.attach(model, mb.MegabufConfig(bucket_size=60, inner_compiler="aot_eager", **MODES[mode]))
+    call = torch.compile(model, backend="megabuf")
+    optimizer: Any = (
+        mb.DistributedOptimizer(model.parameters(), optimizer_class, **options)
+        if buf.plan.sharded
+        else optimizer_class(model.parameters(), **options)
+    )
+    problem = None
+    for step in range(5):
+        for r in range(world):
+            plain(batch(step, 0, r, 8, 6), branch_of(pattern, step, r)).square().mean().backward()
+        for param in plain.parameters():
+            if param.grad is not None:
+                param.grad.div_(world)
+        reference.step()
+        reference.zero_grad()
+        for buffer in buf.buffers.buffers:
+            buffer.grad_data.fill_(float("nan"))
+        call(batch(step, 0, rank, 8, 6), branch_of(pattern, step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        buf.sync_params()
+        difference = max_difference(params_of(model), params_of(plain))
+        if not difference <= BOUND:
+            problem = problem or f"{pattern} {mode} step {step}: differs by {difference}"
+    start = seeded(Branches)
+    if not all(torch.equal(model.get_parameter(n), start.get_parameter(n)) for n in ("spare.weight", "spare.bias")):
+        problem = problem or f"{pattern} {mode}: an unused parameter moved"
+    counted = optimizer.inner.state if buf.plan.sharded else optimizer.state
+    elements = sum(t.numel() for t in counted)
+    unused = sum(p.numel() for p in model.spare.parameters())  # type: ignore[union-attr]
+    if not buf.plan.sharded and elements > sum(p.numel() for p in model.parameters()) - unused:
+        problem = problem or f"{pattern} {mode}: an unused parameter has optimizer state"
+    buf.detach()
+    return problem
+
+
+def train_all_branches(rank: int) -> list[str]:
+    problems = []
+    for pattern in ("never", "alternating", "by_rank"):
+        for mode in MODES:
+            for optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
+                problem = train_branches(rank, pattern, mode, optimizer_class)
+                if problem:
+                    problems.append(f"{optimizer_class.__name__}: {problem}")
+                fresh_compiler()
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unused_parameters_are_left_alone(ranks: Callable[[int], RankGroup], world: int) -> None:
+    """Never used, used in some steps, used by some ranks: what any rank used is updated, the rest does not move."""
+    for problems in ranks(world).run(train_all_branches, timeout=150):
+        assert not problems, "\n".join(problems)

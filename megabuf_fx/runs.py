@@ -1,0 +1,128 @@
+"""What the inner optimizer of ``DistributedOptimizer`` updates.
+
+[Note: runs]
+A rank owns ``1/dp`` of every bucket by elements. Neighbouring parameters of one param group, without padding between
+them, form a *run*; the inner optimizer sees few long runs instead of many small tensors. Elementwise updates do not
+care where one parameter ends, so results are those of the same optimizer on whole parameters. Padding is in no run.
+Optimizers count steps per tensor, so a run whose parameters have not all had the same steps cannot stay one: it is cut
+where the first difference appears, its state with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.shards import compute_shard_ranges
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Run:
+    """Elements ``[start, end)`` of one buffer that this rank owns and one param group updates."""
+
+    buffer: int
+    start: int
+    end: int
+    pieces: tuple[tuple[int, int], ...]
+    """Parameter and number of elements, in buffer order."""
+    master: nn.Parameter
+    """What the inner optimizer updates, 1-D fp32; for fp32 parameters a view of ``param_data``."""
+    grad: Tensor
+    """View of ``grad_data``."""
+    param: Tensor
+    """View of ``param_data``."""
+
+    def is_used(self, used: Sequence[bool]) -> bool:
+        """Whether its parameters have gradients; all or none, after ``split_runs``."""
+        return used[self.pieces[0][0]]
+
+
+def make_runs(buffers: ModelBuffers, params: Iterable[nn.Parameter]) -> list[Run]:
+    """The longest runs of one param group on this rank, in buffer order."""
+    members = {index for param in params if (index := buffers.index_of(param)) is not None}
+    spans: list[tuple[int, int, int]] = []
+    for number, start, end, param in _owned_pieces(buffers):
+        if param not in members:
+            continue
+        if spans and spans[-1][0] == number and spans[-1][2] == start:
+            spans[-1] = (number, spans[-1][1], end)
+        else:
+            spans.append((number, start, end))
+    return make_runs_of(buffers, spans)
+
+
+def make_runs_of(buffers: ModelBuffers, spans: Iterable[Sequence[int]]) -> list[Run]:
+    """Runs over the given ``(buffer, start, end)``; masters of 16-bit parameters are made from the parameters."""
+    owned = _owned_pieces(buffers)
+    first = {(number, start): index for index, (number, start, _, _) in enumerate(owned)}
+    runs = []
+    for number, start, end in spans:
+        buffer = buffers.buffers[number]
+        if buffer.param_data is None:
+            raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
+        index, pieces = first[number, start], []
+        while index < len(owned) and owned[index][0] == number and owned[index][2] <= end:
+            pieces.append((owned[index][3], owned[index][2] - owned[index][1]))
+            index += 1
+        param = buffer.param_data[start:end]
+        master = nn.Parameter(param if param.dtype == torch.float32 else param.float())
+        runs.append(Run(number, start, end, tuple(pieces), master, buffer.grad_data[start:end], param))
+    return runs
+
+
+def split_runs(runs: Sequence[Run], used: Sequence[bool], state: MutableMapping[Any, Any]) -> list[Run]:
+    """Cut runs in which some parameters have gradients and others have not, and the optimizer's ``state`` with them."""
+    result: list[Run] = []
+    for run in runs:
+        if len({used[param] for param, _ in run.pieces}) == 1:
+            result.append(run)
+        else:
+            result.extend(_split(run, used, state))
+    return result
+
+
+def _split(run: Run, used: Sequence[bool], state: MutableMapping[Any, Any]) -> list[Run]:
+    entries: dict[str, Any] = state.pop(run.master, {})
+    parts = []
+    offset = 0
+    for _, group in groupby(run.pieces, key=lambda piece: used[piece[0]]):
+        pieces = tuple(group)
+        end = offset + sum(numel for _, numel in pieces)
+        master = nn.Parameter(run.master.detach()[offset:end])
+        part = Run(
+            run.buffer,
+            run.start + offset,
+            run.start + end,
+            pieces,
+            master,
+            run.grad[offset:end],
+            run.param[offset:end],
+        )
+        if entries:
+            state[master] = {name: _slice_of(value, run.master, offset, end) for name, value in entries.items()}
+        parts.append(part)
+        offset = end
+    return parts
+
+
+def _slice_of(value: Any, master: Tensor, start: int, end: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Moments have the master's shape; counters are scalars, and each part goes on counting by itself.
+    return value[start:end] if value.shape == master.shape and value.dim() == 1 else value.clone()
+
+
+def _owned_pieces(buffers: ModelBuffers) -> list[tuple[int, int, int, int]]:
+    """``(buffer, start, end, param)`` of everything this rank owns, in buffer order."""
+    comm = buffers.reducer.comm
+    return [
+        (number, piece.start, piece.end, piece.param)
+        for number, buffer in enumerate(buffers.buffers)
+        for piece in compute_shard_ranges(buffer.layout, dp_size=comm.size, dp_rank=comm.rank)
+    ]
