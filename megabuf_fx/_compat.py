@@ -65,6 +65,21 @@ def is_compiled_autograd_enabled() -> bool:
 # Tensors and modes.
 
 
+def has_user_hooks(param: Tensor) -> bool:
+    """Whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on this leaf."""
+    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def module_hook_ids(module: nn.Module) -> tuple[int, ...]:
+    """Numbers of the hooks registered on a module, of all kinds that run in a call or its backward."""
+    return (
+        *module._forward_pre_hooks,
+        *module._forward_hooks,
+        *module._backward_pre_hooks,
+        *module._backward_hooks,
+    )
+
+
 def is_subclass_tensor(tensor: Tensor) -> bool:
     """Whether AOTAutograd would unwrap this tensor (DTensor and its like)."""
     return bool(is_traceable_wrapper_subclass(tensor))

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import megabuf_fx._compat as _compat
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role, plan_graph
 
-BindingKey = tuple[tuple[int, int] | None, ...]
-"""``(handle, param)`` of each argument, None where it is not attached; unattached tensors are all alike to a graph."""
+BindingKey = tuple[tuple[int, int, bool] | None, ...]
+"""``(handle, param, is_hooked)`` of each argument, None where it is not attached; unattached tensors are all alike to a
+graph."""
 
 
 class Binding:
@@ -37,7 +39,7 @@ def locate_arguments(arguments: Sequence[object]) -> list[GraphParam | None]:
 
 
 def key_of(located: Sequence[GraphParam | None]) -> BindingKey:
-    return tuple((param.handle, param.param) if param is not None else None for param in located)
+    return tuple((param.handle, param.param, param.is_hooked) if param is not None else None for param in located)
 
 
 def _live_models() -> list[tuple[int, ModelBuffers]]:
@@ -56,8 +58,10 @@ def _locate(argument: object, handle: int, model: ModelBuffers) -> GraphParam | 
         group=model.group_of[index],
         name=spec.name,
         shape=spec.shape,
+        stride=model.main_grads[index].stride(),
         grad_dtype=model.plan.layouts[buffer].key.grad_dtype,
         buffer=buffer,
         start=slot.start,
         whole_buffer=not model.plan.aligned,
+        is_hooked=_compat.has_user_hooks(model.params[index]),
     )

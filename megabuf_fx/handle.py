@@ -84,6 +84,20 @@ class MegabufHandle:
         if not self.plan.sharded:
             self._publish_grads()
 
+    def start_grad_sync(self) -> None:
+        """Start the reductions that have not started, without waiting: for pipeline schedules that decide when
+        (Megatron ``grad_sync_func``); backwards then run under ``no_sync``."""
+        self._check_usable()
+        self.buffers.state.is_unsynced = False
+        self.buffers.start_grad_syncs()
+
+    def start_param_sync(self) -> None:
+        """Start the gathers of updated parameters, without waiting (Megatron ``param_sync_func``). The next forward
+        would start them too; a schedule calls this earlier."""
+        self._check_usable()
+        if self.buffers.gatherer is not None:
+            self.buffers.gatherer.start_all()
+
     def zero_grad(self) -> None:
         """Begin a new step: the next gradients overwrite. Nothing is zeroed."""
         self.buffers.reset()
@@ -177,7 +191,7 @@ def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) 
         if torch.compiler.is_compiling():
             return
         if module is own and not handle.buffers.is_closed:
-            handle.buffers.before_forward()
+            handle.buffers.before_forward(in_backward=_compat.current_backward_id() != -1)
             for group in groups:
                 handle.buffers.wait_param_sync(group)
 

@@ -102,6 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronize()
         buffers = self.handle.buffers
         buffers.sync_params()
+        buffers.check_addresses()
         self._refuse_unattached()
         used = buffers.used_params()
         for index, (outer, inner) in enumerate(zip(self.param_groups, self.inner.param_groups)):

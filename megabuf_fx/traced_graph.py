@@ -58,6 +58,7 @@ class TracedGraph:
         self.n_inputs = len(example_inputs)
         self.positions = [i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter)]
         self._arguments: tuple[Any, ...] = ()
+        self._hooked: tuple[bool, ...] = ()
         self._bindings: dict[BindingKey, Binding] = {}
         self._binding = self._select(example_inputs)
         self._is_training = False
@@ -74,7 +75,7 @@ class TracedGraph:
         def call(*args: Any) -> Any:
             binding = self._select(args)
             for model in binding.models.values():
-                model.before_forward()
+                model.before_forward(in_backward=_compat.current_backward_id() != -1)
             results = compiled(*args)
             if self._is_training and binding.models:
                 self._leave_token(results, binding)
@@ -104,7 +105,8 @@ class TracedGraph:
 
     def _select(self, args: Sequence[Any]) -> Binding:
         arguments = tuple(args[i] for i in self.positions)
-        if self._bindings and all(map(operator.is_, arguments, self._arguments)):
+        hooked = tuple(map(_compat.has_user_hooks, arguments))
+        if self._bindings and all(map(operator.is_, arguments, self._arguments)) and hooked == self._hooked:
             return self._binding
         located: list[GraphParam | None] = [None] * self.n_inputs
         for position, param in zip(self.positions, locate_arguments(arguments)):
@@ -112,7 +114,7 @@ class TracedGraph:
         key = key_of(located)
         if key not in self._bindings:
             self._bindings[key] = Binding(located)
-        self._arguments, self._binding = arguments, self._bindings[key]
+        self._arguments, self._hooked, self._binding = arguments, hooked, self._bindings[key]
         return self._binding
 
     def _run_forward(self, args: list[Any]) -> Any:
@@ -190,7 +192,8 @@ class TracedGraph:
     def _writes(self, binding: Binding) -> dict[int, GraphParam]:
         """Output position and parameter of every gradient that belongs to a buffer."""
         inputs = binding.plan.inputs
-        return {i: param for i in self._gradient_positions if (param := inputs[i]) is not None}
+        written = ((i, inputs[i]) for i in self._gradient_positions)
+        return {i: param for i, param in written if param is not None and not param.is_hooked}
 
     def _within_limit(self, binding: Binding, role: Role) -> Role:
         launch_sets = {known.launches for known in binding.backwards if known.launches}
@@ -205,7 +208,7 @@ class TracedGraph:
         waiting = [param for param in binding.plan.params if param.handle in gathering]
         if waiting:
             model = binding.models[waiting[0].handle]
-            extras = (ExtraInput("token", waiting[0].handle, 0, (1,), model.token.dtype, model.token.device),)
+            extras = (ExtraInput("token", waiting[0].handle, 0, (1,), (1,), model.token.dtype, model.token.device),)
         kind = "forward" if self._is_training else "inference"
         binding.forward, _ = self._compile(
             self._forward_source, binding, forward_passes(binding.plan, extras=extras), extras, kind, ()

@@ -14,8 +14,10 @@ Raises: PassError when no input has a fake tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,6 +37,7 @@ class ExtraInput:
     index: int
     """Parameter index for ``main_grad``, buffer index for ``grad_data``, 0 for the token."""
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -46,14 +49,16 @@ def extra_inputs(
     found: dict[tuple[str, int, int], ExtraInput] = {}
     for param in writes:
         if param.whole_buffer:
-            shape: tuple[int, ...] = (buffer_numels[param.handle, param.buffer],)
-            extra = ExtraInput("grad_data", param.handle, param.buffer, shape, param.grad_dtype, device)
+            numel = buffer_numels[param.handle, param.buffer]
+            extra = ExtraInput("grad_data", param.handle, param.buffer, (numel,), (1,), param.grad_dtype, device)
         else:
-            extra = ExtraInput("main_grad", param.handle, param.param, param.shape, param.grad_dtype, device)
+            extra = ExtraInput(
+                "main_grad", param.handle, param.param, param.shape, param.stride, param.grad_dtype, device
+            )
         found[extra.kind, extra.handle, extra.index] = extra
     tokens = []
     if with_token and writes:
-        tokens = [ExtraInput("token", writes[0].handle, 0, (1,), torch.float32, device)]
+        tokens = [ExtraInput("token", writes[0].handle, 0, (1,), (1,), torch.float32, device)]
     return (*found.values(), *tokens)
 
 
@@ -72,28 +77,36 @@ def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: 
             name = "megabuf_token" if extra.kind == "token" else f"{extra.kind}_{extra.index}"
             anchor = graph.placeholder(name)
         with fake_mode:
-            anchor.meta["val"] = torch.empty(extra.shape, dtype=extra.dtype, device=extra.device)
+            anchor.meta["val"] = torch.empty_strided(extra.shape, extra.stride, dtype=extra.dtype, device=extra.device)
         if extra.kind == "token":
             anchor.meta[TOKEN] = True
         nodes[extra.kind, extra.handle, extra.index] = anchor
     for param in writes:
         if param.whole_buffer:
             whole = nodes["grad_data", param.handle, param.buffer]
-            numel = 1
-            for size in param.shape:
-                numel *= size
-            with graph.inserting_after(anchor):
-                # args: slice(self, dim, start, end)
-                piece = graph.call_function(aten.slice.Tensor, (whole, 0, param.start, param.start + numel))
-            with graph.inserting_after(piece):
-                anchor = graph.call_function(aten.view.default, (piece, list(param.shape)))
-            with fake_mode:
-                piece.meta["val"] = whole.meta["val"][param.start : param.start + numel]
-                anchor.meta["val"] = piece.meta["val"].view(param.shape)
+            for target, arguments in _slicing(param):
+                source = anchor if target is not aten.slice.Tensor else whole
+                with graph.inserting_after(anchor):
+                    anchor = graph.call_function(target, (source, *arguments))
+                anchor.meta["val"] = target(source.meta["val"], *arguments)
             anchor.meta[MAIN_GRAD] = param
         else:
             nodes["main_grad", param.handle, param.param].meta[MAIN_GRAD] = param
     return gm
+
+
+def _slicing(param: GraphParam) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The views that lead from a whole buffer to one ``main_grad``, each op with its arguments after the source."""
+    dims = sorted(range(len(param.shape)), key=lambda dim: -param.stride[dim])
+    # args: slice(self, dim, start, end); view(self, size); permute(self, dims)
+    steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (aten.slice.Tensor, (0, param.start, param.start + math.prod(param.shape))),
+        (aten.view.default, ([param.shape[dim] for dim in dims],)),
+    ]
+    if dims != list(range(len(dims))):
+        # The memory runs in another order than the dimensions (channels_last).
+        steps.append((aten.permute.default, ([dims.index(dim) for dim in range(len(dims))],)))
+    return steps
 
 
 PASS = GraphPass(name="add_buffer_inputs", provides=("buffers",))

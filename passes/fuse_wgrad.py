@@ -19,7 +19,14 @@ from typing import NamedTuple
 from torch.fx import Graph, GraphModule, Node
 
 from megabuf_fx.passes.contract import GraphPass, PassError
-from megabuf_fx.passes.graph_utils import aten, inherit_provenance, main_grad_nodes, outputs, set_outputs
+from megabuf_fx.passes.graph_utils import (
+    aten,
+    contiguous_stride,
+    inherit_provenance,
+    main_grad_nodes,
+    outputs,
+    set_outputs,
+)
 from megabuf_fx.runtime.ops import accumulate_wgrad_
 from megabuf_fx.runtime.plan import GraphParam
 
@@ -92,6 +99,8 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
             raise PassError(
                 PASS.name, f"gradient of '{param.name}' is {grad.meta['val'].shape}, expected {param.shape}", found.mm
             )
+        if param.stride != contiguous_stride(param.shape):
+            continue
         _write_product(graph, found, main_grads[param.handle, param.param], grad, accumulate)
         values[position] = None
         replaced.extend(found.chain)

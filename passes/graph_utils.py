@@ -53,6 +53,14 @@ def positions(graph: Graph) -> dict[Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
 def inherit_provenance(node: Node, origin: Node) -> Node:
     """Copy stack trace and module of ``origin`` to the inserted ``node``."""
     for key in _PROVENANCE:

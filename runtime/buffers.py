@@ -25,10 +25,13 @@ class ParamGradBuffer:
         self.layout = layout
         self.params = {index: params[index] for index in layout.params}
         self.slots = dict(zip(layout.params, layout.slots))
+        # A dense memory format (channels_last) is kept, so that parameter, gradient and optimizer state agree element
+        # by element in memory; anything else (expanded, overlapping) becomes contiguous.
+        self._strides = {i: torch.empty_like(param, device="meta").stride() for i, param in self.params.items()}
         self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
         self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device) if sharded else None
         self.main_grads = {index: self._view(self.grad_data, index) for index in layout.params}
-        """View of ``grad_data`` of each parameter, in its shape; the tensor that ``param.main_grad`` is."""
+        """View of ``grad_data`` of each parameter, in its shape and memory format; ``param.main_grad`` itself."""
         for index, param in self.params.items():
             if self.param_data is not None:
                 view = self._view(self.param_data, index)
@@ -37,8 +40,8 @@ class ParamGradBuffer:
             bind_main_grad(param, self.main_grads[index])
 
     def _view(self, data: Tensor, index: int) -> Tensor:
-        slot = self.slots[index]
-        return data[slot.start : slot.end].view(self.params[index].shape)
+        slot, param = self.slots[index], self.params[index]
+        return data[slot.start : slot.end].as_strided(param.shape, self._strides[index])
 
     def shard(self, data: Tensor, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
         """The slice of ``data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""

@@ -170,8 +170,16 @@ class ProcessGroupComm:
         return value
 
     def broadcast(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=0)
+        if not tensor.numel():
+            return
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+            if stride == 0 and size > 1:
+                # Expanded: its elements share memory, and gloo would write each of them, past the end of it.
+                tensor = tensor.narrow(dim, 0, 1)
+        staged = tensor.contiguous()
+        dist.broadcast(staged, group=self.group, group_src=0)
+        if staged is not tensor:
+            tensor.copy_(staged)
 
     def close(self) -> None:
         if self._group is not None and dist.is_initialized() and not self._is_subgroup:

@@ -105,14 +105,22 @@ class ModelBuffers:
         index = self._index.get(id(param))
         return index if index is not None and self.params[index] is param else None
 
-    def before_forward(self) -> None:
-        """Start the gathers that the last step left; graphs wait for them bucket by bucket."""
+    def before_forward(self, *, in_backward: bool) -> None:
+        """Start the gathers that the last step left; graphs wait for them bucket by bucket.
+
+        Not sharded, nobody tells that a backward was aborted by an exception: reductions that it started and that its
+        end did not finish are dropped here. ``in_backward`` is for recomputation, which happens inside a backward.
+        """
         if self.is_closed:
             raise RuntimeError(
                 "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
             )
         if self.gatherer is not None:
             self.gatherer.start_all()
+        elif not in_backward and any(self.reducer.is_started(group) for group in range(len(self.plan.groups))):
+            self.reducer.reset()
+            self.state.reopen()
+            self._in_flight.clear()
 
     def enter_backward(self, backward_id: int) -> None:
         """``backward_id`` names the autograd pass that runs now (its graph task)."""
@@ -248,14 +256,31 @@ class ModelBuffers:
 
     # What a step calls.
 
+    def check_addresses(self) -> None:
+        """Raise when somebody replaced ``param.data``: the buffer would no longer see the parameter (sharded only)."""
+        for index, (param, (buffer, slot)) in enumerate(zip(self.params, self.locations)):
+            data = self.buffers[buffer].param_data
+            if data is not None and param.numel():
+                expected = data.data_ptr() + slot.start * data.element_size()
+                if param.data_ptr() != expected or param.dtype != data.dtype:
+                    raise RuntimeError(
+                        f"the data of parameter '{self.plan.params[index].name}' was replaced after attach, so it is "
+                        "no longer in its buffer; copy values into it instead (param.data.copy_(...)), or detach, "
+                        "change the model and attach again"
+                    )
+
+    def start_grad_syncs(self) -> None:
+        """Start the reduction of every bucket group that has not started."""
+        for group in range(len(self.plan.groups)):
+            if not self.reducer.is_started(group):
+                self.start_grad_sync(group)
+
     def finish_grad_sync(self) -> None:
         """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset."""
         self.reducer.comm.check_alive()
         if self._is_reduced and any(param.grad is not None for param in self.params):
             return
-        for group in range(len(self.plan.groups)):
-            if not self.reducer.is_started(group):
-                self.start_grad_sync(group)
+        self.start_grad_syncs()
         if self._usage is not None:
             self._usage.start(self._used_here())
         for group in range(len(self.plan.groups)):

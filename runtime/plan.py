@@ -146,12 +146,16 @@ class GraphParam:
     group: int
     name: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Of ``main_grad``, which has the parameter's memory format."""
     grad_dtype: torch.dtype
     buffer: int
     start: int
     """First element in the buffer."""
     whole_buffer: bool
     """Its view may be misaligned, so the graph takes the whole buffer and slices it (dense layout)."""
+    is_hooked: bool = False
+    """A hook of the user waits for its gradient, so the graph hands that out instead of writing it."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -198,7 +202,7 @@ class GraphPlan:
 
 def plan_graph(inputs: Sequence[GraphParam | None], bucket_plans: dict[int, BucketPlan]) -> GraphPlan:
     """Find the bucket groups that the graph with these inputs covers. ``bucket_plans`` maps handle id to plan."""
-    present = {(param.handle, param.param) for param in inputs if param is not None}
+    present = {(param.handle, param.param) for param in inputs if param is not None and not param.is_hooked}
     covered = [
         (handle, index)
         for handle, plan in sorted(bucket_plans.items())

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs
+from megabuf_fx.passes.graph_utils import contiguous_stride
 from megabuf_fx.runtime.layout import ParamSpec
 from megabuf_fx.runtime.ops import register_target
 from megabuf_fx.runtime.plan import GraphParam, GraphPlan, plan_buckets, plan_graph
@@ -179,6 +180,7 @@ class Buffers:
             group=self.bucket_plan.group_of_param[index],
             name=spec.name,
             shape=spec.shape,
+            stride=contiguous_stride(spec.shape),
             grad_dtype=self.bucket_plan.layouts[buffer].key.grad_dtype,
             buffer=buffer,
             start=slot.start,
@@ -215,7 +217,7 @@ class Buffers:
     @property
     def token_input(self) -> ExtraInput:
         """What a forward that waits needs."""
-        return ExtraInput("token", self.handle, 0, (1,), torch.float32, self.token.device)
+        return ExtraInput("token", self.handle, 0, (1,), (1,), torch.float32, self.token.device)
 
     def poison(self) -> None:
         """Fill the buffers with NaN: whoever reads before writing, or writes too little, shows."""

@@ -71,8 +71,8 @@ def test_dense_layout_takes_the_buffer_and_slices_it(table: str) -> None:
     extras = buffers.extras()
     numel = buffers.grad_data[0].numel()
     assert extras == (
-        ExtraInput("grad_data", buffers.handle, 0, (numel,), torch.float32, CPU),
-        ExtraInput("token", buffers.handle, 0, (1,), torch.float32, CPU),
+        ExtraInput("grad_data", buffers.handle, 0, (numel,), (1,), torch.float32, CPU),
+        ExtraInput("token", buffers.handle, 0, (1,), (1,), torch.float32, CPU),
     )
     gm = with_inputs(buffers, extras)
     whole, token = placeholders(gm.graph)[-2:]

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megabuf_fx.passes.graph_utils import contiguous_stride
 from megabuf_fx.runtime.layout import BufferKey, ParamSpec
 from megabuf_fx.runtime.plan import (
     Bucket,
@@ -44,6 +45,7 @@ def graph_param(plan: BucketPlan, index: int, handle: int = 0) -> GraphParam:
         group=plan.group_of_param[index],
         name=plan.params[index].name,
         shape=plan.params[index].shape,
+        stride=contiguous_stride(plan.params[index].shape),
         grad_dtype=plan.layouts[buffer].key.grad_dtype,
         buffer=buffer,
         start=slot.start,

@@ -1,0 +1,205 @@
+"""A model trained through buffers next to its plain twin, for tests that follow recipes from public reports.
+
+The twin is plain eager training by one process on the whole batch: every rank runs all ranks' parts and averages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import RankGroup, fresh_compiler, params_of, seeded, twin
+from torch import Tensor, nn
+
+import megabuf_fx as mb
+
+MODES: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "overlap": {"overlap_param_gather": True},
+    "plain": {"use_distributed_optimizer": False},
+}
+BOUND = 2e-5
+"""Largest difference of any parameter after any step."""
+
+Loss = Callable[[Any, int, int, int], Tensor]
+"""``loss(model, step, micro, rank)``: the mean loss of one rank's part of one micro-batch."""
+
+
+class Pair:
+    """``model`` with buffers, compiled as ``call``, and ``plain``, each with its optimizer.
+
+    What is wrong is collected in ``problems`` and returned by ``finish``, so that one run tells all of it.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        mode: str,
+        *,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        groups: Callable[[Any], Any] = nn.Module.parameters,
+        attach: Mapping[str, Any] | None = None,
+        compile: Mapping[str, Any] | None = None,
+        in_place: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.plain: Any = seeded(build)
+        self.model: Any = twin(self.plain)
+        config = {"inner_compiler": "aot_eager", **MODES[mode], **(attach or {})}
+        self.buf = mb.attach(self.model, mb.MegabufConfig(**config))
+        if in_place:
+            self.model.compile(backend="megabuf", **(compile or {}))
+        self.call: Any = self.model if in_place else torch.compile(self.model, backend="megabuf", **(compile or {}))
+        self.reference = optimizer(groups(self.plain), **defaults)
+        self.is_sharded = self.buf.config.use_distributed_optimizer
+        self.optimizer: Any = (
+            mb.DistributedOptimizer(groups(self.model), optimizer, **defaults)
+            if self.is_sharded
+            else optimizer(groups(self.model), **defaults)
+        )
+        self.problems: list[str] = []
+        self._unchecked: tuple[int, dict[str, Tensor]] | None = None
+
+    def expect(self, is_right: bool, problem: str) -> None:
+        if not is_right:
+            self.problems.append(problem)
+
+    def step(self, loss: Loss, step: int, micros: int = 1) -> None:
+        """One step of both."""
+        self.reference_backward(loss, step, micros)
+        self.backward(loss, step, micros)
+        self.update(step)
+
+    def reference_backward(self, loss: Loss, step: int, micros: int = 1) -> None:
+        for rank in range(self.world):
+            for micro in range(micros):
+                (loss(self.plain, step, micro, rank) / (micros * self.world)).backward()
+
+    def backward(self, loss: Loss, step: int, micros: int = 1) -> None:
+        self.poison()
+        for micro in range(micros):
+            value = loss(self.call, step, micro, self.rank) / micros
+            self.check()
+            with self.accumulating(micro + 1 < micros):
+                value.backward()
+
+    def accumulating(self, is_on: bool = True) -> contextlib.AbstractContextManager[None]:
+        return self.buf.no_sync() if is_on else contextlib.nullcontext()
+
+    def update(self, step: int) -> None:
+        """Both optimizers. With the gather overlap parameters are compared only after the next forward, because
+        reading them by hand would gather them before the compiled forward has to."""
+        for optimizer in (self.reference, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self._unchecked = (step, params_of(self.plain))
+        if not self.buf.config.overlap_param_gather:
+            self.check()
+
+    def check(self) -> None:
+        """Compare what the last ``update`` left unchecked."""
+        if self._unchecked is None:
+            return
+        step, expected = self._unchecked
+        self._unchecked = None
+        self.buf.sync_params()
+        self.compare(params_of(self.model), expected, f"step {step}")
+
+    def forget(self) -> None:
+        """Leave the last update unchecked."""
+        self._unchecked = None
+
+    def compare(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+        self.expect(found.keys() == expected.keys(), f"{what}: names {sorted(found)} are not {sorted(expected)}")
+        for name in found.keys() & expected.keys():
+            self.expect(found[name].shape == expected[name].shape, f"{what}: shape of {name}")
+            if found[name].numel():
+                difference = (found[name] - expected[name]).abs().max().item()
+                self.expect(difference <= BOUND, f"{what}: {name} differs by {difference:.2g}")
+
+    def poison(self) -> None:
+        """Nothing may depend on what the slots held before."""
+        for grad in self.main_grads().values():
+            grad.fill_(float("nan"))
+
+    def main_grads(self) -> dict[str, Tensor]:
+        """The live ``main_grad`` of every parameter that has one."""
+        return {name: p.main_grad for name, p in self.model.named_parameters() if hasattr(p, "main_grad")}
+
+    def padding_is_zero(self) -> bool:
+        for layout, buffer in zip(self.buf.plan.layouts, self.buf.buffers.buffers):
+            is_padding = torch.ones(layout.numel, dtype=torch.bool)
+            for slot in layout.slots:
+                is_padding[slot.start : slot.end] = False
+            for data in (buffer.grad_data, buffer.param_data):
+                if data is not None and data[is_padding].count_nonzero():
+                    return False
+        return True
+
+    def state_elements(self) -> int:
+        """Elements for which any rank holds an AdamW moment; without sharding, those of this rank."""
+        state = self.optimizer.inner.state if self.is_sharded else self.optimizer.state
+        own = torch.tensor(sum(entry["exp_avg"].numel() for entry in state.values() if "exp_avg" in entry))
+        if self.is_sharded and self.world > 1:
+            dist.all_reduce(own)
+        return int(own)
+
+    def finish(self) -> list[str]:
+        self.check()
+        self.buf.detach()
+        return self.problems
+
+
+def run_cases(cases: Mapping[str, Callable[[], Iterable[str]]]) -> list[str]:
+    """What every case finds wrong, each line with the name of its case; an exception is a problem too."""
+    problems = []
+    for name, case in cases.items():
+        try:
+            problems += [f"{name}: {problem}" for problem in case()]
+        except Exception:
+            problems.append(f"{name}: {traceback.format_exc()}")
+        fresh_compiler()
+    return problems
+
+
+def check_on(world: int, ranks: Callable[[int], RankGroup], cases: Callable[[int], list[str]]) -> None:
+    """Run ``cases(rank)`` on ``world`` ranks, in this process when that is one, and fail with what they found."""
+    answers = [cases(0)] if world == 1 else ranks(world).run(cases, timeout=120)
+    lines = [f"rank {rank}: {problem}" for rank, problems in enumerate(answers) for problem in problems]
+    assert not lines, "\n".join(lines)
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[list[tuple[str, list[list[int]]]]]:
+    """Operator and input shapes of every collective that this process starts, in order; filled at the end.
+
+    Seen by torch's profiler, so it does not matter who starts them and how.
+    """
+    found: list[tuple[str, list[list[int]]]] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        yield found
+    events = profiler.events() or ()
+    found.extend((e.name, e.input_shapes) for e in events if e.name.startswith(("c10d::", "gloo:")))
+
+
+def count_reductions(pair: Pair, collectives: Iterable[tuple[str, list[list[int]]]]) -> str | None:
+    """What is wrong if not every bucket was reduced exactly once in the recorded time."""
+    expected = sorted(bucket.numel for group in pair.buf.plan.groups for bucket in group.buckets)
+    if pair.is_sharded:
+        found = sorted(shapes[1][0] for name, shapes in collectives if "reduce_scatter" in name)
+    else:
+        # The operator takes a list of tensors, which has no shape; the flags of used parameters are fewer than 64.
+        found = sorted(s[0][0] for name, s in collectives if name == "gloo:all_reduce" and s[0][0] >= 64)
+    return None if found == expected else f"reduced buckets of {found} elements, expected {expected}"
+
+
+def tokens(step: int, micro: int, rank: int, *shape: int, high: int) -> Tensor:
+    """Integers in ``[0, high)`` that depend on their place in the run alone."""
+    generator = torch.Generator().manual_seed(step * 10007 + micro * 101 + rank + 1)
+    return torch.randint(high, shape, generator=generator)
