@@ -6,6 +6,7 @@ Inductor is imported inside functions: importing it takes a second that users of
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -129,6 +130,25 @@ def find_root_modules(gm: GraphModule) -> list[nn.Module]:
         module = _outermost_module(argument.source, scope)
         if module is not None:
             found[id(module)] = module
+    return list(found.values())
+
+
+def find_traced_modules(gm: GraphModule) -> list[nn.Module]:
+    """The modules whose calls are part of ``gm``, by the module paths on its nodes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    root = InstructionTranslator.current_tx().output.root_tx
+    paths = {path for node in gm.graph.nodes for path, _ in (node.meta.get("nn_module_stack") or {}).values()}
+    found: dict[int, nn.Module] = {}
+    for path in paths:
+        # As in "L['self'].blocks.0": a local of the frame that Dynamo compiles, then names of submodules.
+        match = re.fullmatch(r"L\['(\w+)'\]\.?(.*)", path)
+        value = root.f_locals.get(match[1]) if match else None
+        value = getattr(value, "__self__", value)
+        if match and isinstance(value, nn.Module):
+            with contextlib.suppress(AttributeError):
+                module = value.get_submodule(match[2])
+                found[id(module)] = module
     return list(found.values())
 
 

@@ -56,6 +56,10 @@ def megabuf(
         fuse=config.gradient_accumulation_fusion,
         dump_dir=config.dump_dir,
     )
+    if handles:
+        modules = _compat.find_traced_modules(gm)
+        for handle in handles:
+            handle.watch_hooks(graph, modules)
     compiled = _compat.compile_with_aot_autograd(
         gm,
         example_inputs,

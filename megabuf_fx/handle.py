@@ -10,6 +10,7 @@ the handle, and a hook called for a module that is not its own does nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import weakref
@@ -56,6 +57,8 @@ class MegabufHandle:
         self.plan = plan
         self.buffers = buffers
         self._ended_backward = -1
+        self._watched: weakref.WeakKeyDictionary[object, list[tuple[nn.Module, tuple[int, ...]]]]
+        self._watched = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._add_hooks()
 
@@ -77,9 +80,10 @@ class MegabufHandle:
         """Reduce whatever is not reduced yet and wait. Called by ``DistributedOptimizer``; harmless to repeat.
 
         Raises:
-            RuntimeError: the handle was detached or the process group destroyed.
+            RuntimeError: the handle was detached or the process group destroyed; hooks of a compiled module changed.
         """
         self._check_usable()
+        self._check_module_hooks()
         self.buffers.finish_grad_sync()
         if not self.plan.sharded:
             self._publish_grads()
@@ -161,8 +165,24 @@ class MegabufHandle:
     def _end_backward(self) -> None:
         if self.buffers.no_sync_depth:
             return
+        self._check_module_hooks()
         self.buffers.finish_grad_sync()
         self._publish_grads()
+
+    def watch_hooks(self, graph: object, modules: Sequence[nn.Module]) -> None:
+        """Remember the hooks of the modules in a compiled graph, as long as the graph lives; called by the backend."""
+        self._watched[graph] = [(module, _compat.module_hook_ids(module)) for module in modules]
+
+    def _check_module_hooks(self) -> None:
+        # torch.compile does not look at hooks again, so one that was added later would silently not run.
+        for module, known in itertools.chain.from_iterable(self._watched.values()):
+            if _compat.module_hook_ids(module) != known:
+                name = next((n for n, m in self.model.named_modules() if m is module), type(module).__name__)
+                raise RuntimeError(
+                    f"hooks of module '{name}' changed after it was compiled, and compiled code does not see that; "
+                    "call torch.compiler.reset() after changing hooks, or keep the module out of the graph with "
+                    "torch.compiler.disable"
+                )
 
     def _publish_grads(self) -> None:
         for param, main_grad, is_used in zip(self.buffers.params, self.buffers.main_grads, self.buffers.used_params()):

@@ -443,3 +443,31 @@ def all_teachers(rank: int) -> list[str]:
 def test_averaged_teacher(ranks: Callable[[int], RankGroup]) -> None:
     for problems in ranks(2).run(all_teachers):
         assert not problems, "\n".join(problems)
+
+
+def module_hook_added_late(rank: int, mode: str) -> list[str]:
+    """The error on the next step, and that a step after ``torch.compiler.reset`` runs the hook."""
+    model = seeded(small)
+    buf, call, optimizer = prepare(model, mode)
+
+    def step() -> None:
+        call(batch(0, 0, rank, 8, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    seen: list[int] = []
+    model[1].register_forward_hook(lambda *unused: seen.append(1))  # type: ignore[index, union-attr, operator]
+    text = error_text(step)
+    optimizer.zero_grad()
+    torch.compiler.reset()
+    step()
+    buf.detach()
+    return [text, f"{len(seen)} calls"]
+
+
+@pytest.mark.parametrize("mode", ["sharded", "plain"])
+def test_module_hook_added_after_compilation(ranks: Callable[[int], RankGroup], mode: str) -> None:
+    for text, calls in ranks(2).run(module_hook_added_late, mode):
+        assert text.startswith("RuntimeError: hooks of module '1' changed after it was compiled")
+        assert calls == "1 calls"
