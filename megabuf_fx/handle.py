@@ -171,6 +171,10 @@ class MegabufHandle:
 
     def watch_hooks(self, graph: object, modules: Sequence[nn.Module]) -> None:
         """Remember the hooks of the modules in a compiled graph, as long as the graph lives; called by the backend."""
+        renewed = set(map(id, modules))
+        for entries in self._watched.values():
+            # A module that was compiled anew counts with its hooks of now, even if old code still waits for collection.
+            entries[:] = [entry for entry in entries if id(entry[0]) not in renewed]
         self._watched[graph] = [(module, _compat.module_hook_ids(module)) for module in modules]
 
     def _check_module_hooks(self) -> None:
