@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import RankGroup, fresh_compiler, params_of, seeded, twin
+from helpers import RankGroup, batch, fresh_compiler, params_of, seeded, twin
 from torch import Tensor, nn
 
 import megabuf_fx as mb
+from megabuf_fx.runtime.shards import shard_bounds
 
 MODES: dict[str, dict[str, Any]] = {
     "sharded": {},
@@ -124,9 +125,10 @@ class Pair:
                 self.expect(difference <= BOUND, f"{what}: {name} differs by {difference:.2g}")
 
     def poison(self) -> None:
-        """Nothing may depend on what the slots held before."""
-        for grad in self.main_grads().values():
-            grad.fill_(float("nan"))
+        """Nothing may depend on what a slot held before, where ``.grad`` does not say that it holds a gradient."""
+        for param in self.model.parameters():
+            if hasattr(param, "main_grad") and param.grad is None:
+                param.main_grad.fill_(float("nan"))
 
     def main_grads(self) -> dict[str, Tensor]:
         """The live ``main_grad`` of every parameter that has one."""
@@ -203,3 +205,32 @@ def tokens(step: int, micro: int, rank: int, *shape: int, high: int) -> Tensor:
     """Integers in ``[0, high)`` that depend on their place in the run alone."""
     generator = torch.Generator().manual_seed(step * 10007 + micro * 101 + rank + 1)
     return torch.randint(high, shape, generator=generator)
+
+
+def owned(pair: Pair) -> Iterator[tuple[str, Tensor, slice]]:
+    """What this rank owns of each parameter: its name, that part of ``main_grad``, and where in the parameter it is."""
+    for index, (number, slot) in enumerate(pair.buf.plan.locations):
+        bounds = pair.buf.plan.layouts[number].buckets[slot.bucket]
+        start, end = shard_bounds(bounds, pair.world, pair.rank)
+        name = pair.buf.plan.params[index].name
+        part = slice(max(start, slot.start) - slot.start, max(min(end, slot.end), slot.start) - slot.start)
+        yield name, pair.main_grads()[name].flatten()[part], part
+
+
+class SmallMlp(nn.Module):
+    """Two layers, small enough for buckets of a few elements."""
+
+    def __init__(self, width: int = 6, hidden: int = 7, out: int = 3) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(torch.tanh(self.fc1(x)))
+        return result
+
+
+def square_loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    """A loss for ``SmallMlp``."""
+    result: Tensor = model(batch(step, micro, rank, 4, 6)).square().mean()
+    return result

@@ -1,6 +1,6 @@
 """Recipes from public reports, the part about parameters: which there are, where they lie, what becomes of them.
 
-The recipes are V01-V04, V06-V08, V19, V20 and V23 of ``shared/cases/public_reports.md``; see
+The recipes are V01-V04, V08, V20 and V23 of ``shared/cases/public_reports.md``; see
 ``test_public_reports.py``. Bucket sizes there are bytes, here elements of fp32.
 """
 
@@ -16,32 +16,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import RankGroup, batch, error_text, params_of, seeded
-from pair import MODES, Pair, check_on, recorded_collectives, run_cases, tokens
+from pair import MODES, Pair, SmallMlp, check_on, owned, recorded_collectives, run_cases, square_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megabuf_fx as mb
-from megabuf_fx.runtime.shards import shard_bounds
 
 pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 6, hidden: int = 7, out: int = 3) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc2(torch.tanh(self.fc1(x)))
-        return result
-
-
-def square_loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
-    result: Tensor = model(batch(step, micro, rank, 4, 6)).square().mean()
-    return result
 
 
 # V01
@@ -91,8 +74,7 @@ class OddSizes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for numel in (1, 3, 7, 35, 11):
-            self.register_parameter(f"p{numel}", nn.Parameter(torch.rand(numel) + 0.5))
+        self.p1, self.p3, self.p7, self.p35, self.p11 = (nn.Parameter(torch.rand(n) + 0.5) for n in (1, 3, 7, 35, 11))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = (x * self.p7) @ self.p35.view(7, 5)
@@ -126,36 +108,37 @@ def odd_size_cases(rank: int) -> list[str]:
 
 
 class Empties(nn.Module):
-    """Parameters without elements, registered at one of three places."""
+    """Parameters without elements: first, in the middle and last."""
 
-    def __init__(self, place: str, is_used: bool) -> None:
+    def __init__(self, is_used: bool) -> None:
         super().__init__()
         self.is_used = is_used
-        for current in ("first", "middle", "last"):
-            if current == place:
-                self.grid = nn.Parameter(torch.empty(0, 8))
-                self.point = nn.Parameter(torch.empty(0))
-            if current == "first":
-                self.fc1 = nn.Linear(4, 4)
-            if current == "middle":
-                self.fc2 = nn.Linear(4, 2)
+        self.first_grid, self.first = nn.Parameter(torch.empty(0, 8)), nn.Parameter(torch.empty(0))
+        self.fc1 = nn.Linear(4, 4)
+        self.middle_grid, self.middle = nn.Parameter(torch.empty(0, 8)), nn.Parameter(torch.empty(0))
+        self.fc2 = nn.Linear(4, 2)
+        self.last_grid, self.last = nn.Parameter(torch.empty(0, 8)), nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.fc2(torch.tanh(self.fc1(x)))
-        return result + (self.grid.sum() + self.point.sum()) * 0 if self.is_used else result
+        if self.is_used:
+            for empty in (self.first_grid, self.first, self.middle_grid, self.middle, self.last_grid, self.last):
+                result = result + empty.sum() * 0
+        return result
 
 
-def empties(mode: str, place: str, is_used: bool, bucket_size: int | None) -> list[str]:
+def empties(mode: str, is_used: bool, bucket_size: int | None) -> list[str]:
     def loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
         result: Tensor = model(batch(step, micro, rank, 4, 4)).square().mean()
         return result
 
-    build = partial(Empties, place, is_used)
+    build = partial(Empties, is_used)
     pair = Pair(build, mode, optimizer=torch.optim.AdamW, attach={"bucket_size": bucket_size}, lr=1e-3)
+    shapes = {name: tuple(p.shape) for name, p in pair.plain.named_parameters()}
     for step in range(3):
         pair.step(loss, step)
-        shapes = (tuple(pair.model.grid.shape), tuple(pair.model.point.shape))
-        pair.expect(shapes == ((0, 8), (0,)), f"step {step}: shapes are {shapes}")
+        found = {name: tuple(p.shape) for name, p in pair.model.named_parameters()}
+        pair.expect(found == shapes, f"step {step}: shapes are {found}")
         # Round trips of both checkpoints, between steps that go on from them.
         saved = copy.deepcopy((pair.model.state_dict(), pair.optimizer.state_dict()))
         fresh = seeded(build, seed=5)
@@ -167,16 +150,13 @@ def empties(mode: str, place: str, is_used: bool, bucket_size: int | None) -> li
 
 
 def empty_cases(rank: int) -> list[str]:
-    return run_cases(
-        {
-            f"{mode} {place} {'used' if is_used else 'unused'}": partial(
-                empties, mode, place, is_used, 16 if is_used else None
-            )
-            for mode in MODES
-            for place in ("first", "middle", "last")
-            for is_used in (True, False)
-        }
-    )
+    cases: dict[str, Callable[[], list[str]]] = {}
+    for mode in MODES:
+        cases[f"{mode} used"] = partial(empties, mode, True, 16)
+        cases[f"{mode} unused"] = partial(empties, mode, False, None)
+        # A bucket that closes after every element may hold an empty parameter alone.
+        cases[f"{mode} tiny buckets"] = partial(empties, mode, False, 1)
+    return run_cases(cases)
 
 
 # V04
@@ -210,85 +190,6 @@ def order_of_everything(rank: int) -> tuple[int, list[str], list[str]]:
 
     problems = run_cases({mode: partial(one, mode) for mode in MODES})
     return hash("megabuf"), dump, problems
-
-
-# V06
-
-
-class Spare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(6, 7)
-        self.spare = nn.Linear(3, 3)
-        self.fc2 = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc2(torch.tanh(self.fc1(x)))
-        return result
-
-
-def unused(mode: str, bucket_size: int | None) -> list[str]:
-    options = {"bucket_size": bucket_size}
-    pair = Pair(Spare, mode, optimizer=torch.optim.AdamW, attach=options, lr=1e-3, weight_decay=0.3)
-    names = [{pair.buf.plan.params[p].name for p in group.params} for group in pair.buf.plan.groups]
-    is_alone = {"spare.weight", "spare.bias"} in names
-    pair.expect(is_alone == (bucket_size is not None), f"not the buckets that were meant: {names}")
-    start = params_of(pair.model.spare)
-    for step in range(8):
-        pair.step(square_loss, step, micros=1 if step < 4 else 2)
-    pair.check()
-    for name, value in params_of(pair.model.spare).items():
-        pair.expect(torch.equal(value, start[name]), f"spare.{name} has moved")
-    count = sum(p.numel() for layer in (pair.model.fc1, pair.model.fc2) for p in layer.parameters())
-    pair.expect(pair.state_elements() == count, f"state of {pair.state_elements()} elements, used are {count}")
-    return pair.finish()
-
-
-def unused_cases(rank: int) -> list[str]:
-    sizes = {"bucket of its own": 12, "shared bucket": None}
-    return run_cases({f"{mode} {name}": partial(unused, mode, sizes[name]) for mode in MODES for name in sizes})
-
-
-# V07
-
-
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(6, 6).requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(6, 2))
-        self.b = nn.Parameter(torch.zeros(2, 6))
-        self.last = nn.Linear(6, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(torch.tanh(self.base(x) + x @ self.a @ self.b)) * self.scale
-        return result
-
-
-def adapters(mode: str) -> list[str]:
-    pair = Pair(Adapted, mode, optimizer=torch.optim.AdamW, attach={"bucket_size": 16}, lr=1e-3, weight_decay=0.1)
-    flags = {name: p.requires_grad for name, p in pair.plain.named_parameters()}
-    found = {name: p.requires_grad for name, p in pair.model.named_parameters()}
-    pair.expect(found == flags, f"requires_grad is {found}")
-    start = params_of(pair.model)
-    for step in range(5):
-        pair.step(square_loss, step)
-    pair.check()
-    trainable = 0
-    for name, param in pair.model.named_parameters():
-        if flags[name]:
-            trainable += param.numel()
-            continue
-        pair.expect(torch.equal(param, start[name]), f"{name} is frozen and has moved")
-        pair.expect(not hasattr(param, "main_grad"), f"{name} is frozen and has a main_grad")
-        pair.expect(param not in pair.optimizer.state, f"{name} is frozen and has optimizer state")
-    pair.expect(pair.state_elements() == trainable, f"optimizer state of {pair.state_elements()} elements")
-    return pair.finish()
-
-
-def adapter_cases(rank: int) -> list[str]:
-    return run_cases({mode: partial(adapters, mode) for mode in MODES})
 
 
 # V08
@@ -358,83 +259,14 @@ def mixed_dtypes(fuse: bool) -> list[str]:
     return pair.finish()
 
 
-def owned(pair: Pair) -> Iterator[tuple[str, Tensor, slice]]:
-    """What this rank owns of each parameter: its name, that part of ``main_grad``, and where in the parameter it is."""
-    for index, (number, slot) in enumerate(pair.buf.plan.locations):
-        bounds = pair.buf.plan.layouts[number].buckets[slot.bucket]
-        start, end = shard_bounds(bounds, pair.world, pair.rank)
-        name = pair.buf.plan.params[index].name
-        part = slice(max(start, slot.start) - slot.start, max(min(end, slot.end), slot.start) - slot.start)
-        yield name, pair.main_grads()[name].flatten()[part], part
-
-
 def mixed_dtype_cases(rank: int) -> list[str]:
     return run_cases({f"fusion {fuse}": partial(mixed_dtypes, fuse) for fuse in (False, True)})
-
-
-# V19
-
-
-class WideMlp(Mlp):
-    def __init__(self) -> None:
-        super().__init__(6, 47, 3)
-
-
-def by_kind(model: Any) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if name.endswith("weight")], "lr": 0.05, "weight_decay": 0.2},
-        {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02, "weight_decay": 0.0},
-    ]
-
-
-def all_but_last(model: Any) -> list[dict[str, Any]]:
-    last = list(model.fc2.parameters())
-    return [
-        {**group, "params": [p for p in group["params"] if p is not last[0] and p is not last[1]]}
-        for group in by_kind(model)
-    ]
-
-
-def schedules(mode: str, adds_group: bool) -> list[str]:
-    groups = all_but_last if adds_group else by_kind
-    pair = Pair(WideMlp, mode, optimizer=torch.optim.AdamW, groups=groups, attach={"bucket_size": 25})
-    kinds = [{pair.buf.plan.params[p].name[-4:] for p in group.params} for group in pair.buf.plan.groups]
-    pair.expect(any(len(kind) == 2 for kind in kinds), "no bucket holds both groups")
-    if pair.is_sharded:
-        is_cut = any(
-            0 < part.start < part.stop or part.stop < p.numel()
-            for (_, _, part), p in zip(owned(pair), pair.model.parameters())
-            if part.start < part.stop
-        )
-        pair.expect(is_cut, "no shard border cuts a parameter")
-    for step in range(5):
-        if step == 3:
-            for optimizer in (pair.reference, pair.optimizer):
-                optimizer.param_groups[0]["weight_decay"] = 0.0
-        if step == 4 and adds_group:
-            try:
-                pair.optimizer.add_param_group({"params": list(pair.model.fc2.parameters()), "lr": 0.01})
-            except NotImplementedError as error:
-                pair.expect("add_param_group" in str(error), f"unclear refusal: {error}")
-            else:
-                pair.reference.add_param_group({"params": list(pair.plain.fc2.parameters()), "lr": 0.01})
-        pair.step(square_loss, step)
-        for optimizer in (pair.reference, pair.optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-    return pair.finish()
-
-
-def schedule_cases(rank: int) -> list[str]:
-    variants = {"": False, " add_param_group": True}
-    return run_cases({mode + v: partial(schedules, mode, variants[v]) for mode in MODES for v in variants})
 
 
 # V20 and V23: refused by name, on every rank, and the group works afterwards.
 
 
-class Expert(Mlp):
+class Expert(SmallMlp):
     def __init__(self) -> None:
         super().__init__()
         self.expert = nn.Linear(3, 3)
@@ -442,17 +274,18 @@ class Expert(Mlp):
             param.allreduce = False  # type: ignore[attr-defined]
 
 
-class ComplexNextToReal(Mlp):
+class ComplexNextToReal(SmallMlp):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         turned = x[:, :4].to(torch.complex64) @ self.phase
-        return super().forward(torch.cat([turned.real, turned.imag], 1)[:, :6])
+        result: Tensor = super().forward(torch.cat([turned.real, turned.imag], 1)[:, :6])
+        return result
 
 
-class SparseEmbedding(Mlp):
+class SparseEmbedding(SmallMlp):
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(11, 4, sparse=True)
@@ -471,9 +304,9 @@ def refused(build: Callable[[], nn.Module], mode: str, name: str) -> Iterator[st
         text = error_text(lambda: call(torch.ones(2, 6)))
         if f"'{name}'" not in text:
             yield f"the first compiled forward says {text}"
-    pair = Pair(Mlp, mode, lr=0.1)
-    pair.step(square_loss, 0)
-    yield from pair.finish()
+        pair = Pair(SmallMlp, mode, lr=0.1)
+        pair.step(square_loss, 0)
+        yield from pair.finish()
 
 
 def expert_cases(rank: int) -> list[str]:
@@ -502,16 +335,6 @@ def test_empty_parameters(ranks: Ranks) -> None:
     """V03: parameters without elements keep their shapes; the rest trains; checkpoints of model and (rank-local)
     optimizer go round."""
     check_on(2, ranks, empty_cases)
-
-
-def test_unused_parameters(ranks: Ranks) -> None:
-    """V06: trainable but never used weights are bit-identical and have no optimizer state."""
-    check_on(2, ranks, unused_cases)
-
-
-def test_frozen_parameters(ranks: Ranks) -> None:
-    """V07: frozen weights stay, with their flags, and have neither main_grad nor state."""
-    check_on(2, ranks, adapter_cases)
 
 
 def test_mixed_dtypes(ranks: Ranks) -> None:
@@ -543,11 +366,6 @@ def test_odd_sizes(ranks: Ranks, world: int) -> None:
     check_on(world, ranks, odd_size_cases)
 
 
-def test_groups_and_schedules(ranks: Ranks) -> None:
-    """V19: two groups mixed in one bucket, changing lr and decay, add_param_group works or is refused."""
-    check_on(3, ranks, schedule_cases)
-
-
 def test_experts_are_refused(ranks: Ranks) -> None:
     """V20: expert weights on a sub-group of ranks are not supported yet; refused by name."""
     check_on(4, ranks, expert_cases)
@@ -556,13 +374,12 @@ def test_experts_are_refused(ranks: Ranks) -> None:
 def test_order_does_not_depend_on_hashes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """V04: buckets, trigger nodes and collectives are the same on all ranks and in two runs of processes with hash
     seeds of their own."""
+    runs = ranks(4).run(order_of_everything, timeout=120)
+    ranks(4).close()
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    runs = []
-    for _ in range(2):
-        ranks(4).close()
-        runs += ranks(4).run(order_of_everything, timeout=120)
+    runs += ranks(4).run(order_of_everything, timeout=120)
     assert not [problem for _, _, problems in runs for problem in problems]
-    assert len({seed for seed, _, _ in runs}) == 8
+    assert len({seed for seed, _, _ in runs}) > 4
     for _, dump, _ in runs:
         assert dump == runs[0][1]
     assert any("reduce_scatter" in line for line in runs[0][1])
