@@ -35,6 +35,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ValueError: parameters that are not attached, or of several models; an optimizer that is not elementwise.
     """
 
+    # GradScaler then calls `step` with `grad_scale` and `found_inf` set on us, where it is refused by name; otherwise
+    # it would only say that it found no gradients.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
@@ -94,7 +98,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: the last backward ran under ``no_sync``, so its gradients are not reduced.
+            NotImplementedError: called by ``torch.amp.GradScaler``.
         """
+        if hasattr(self, "found_inf"):
+            raise NotImplementedError(
+                "GradScaler unscales .grad of the model's parameters, which is None with the distributed optimizer; "
+                "train in bf16 without a scaler, or attach with use_distributed_optimizer=False"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

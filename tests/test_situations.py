@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import RankGroup, batch, error_text, fresh_compiler, max_difference, params_of, seeded, twin
+from helpers import Mlp, RankGroup, batch, error_text, fresh_compiler, max_difference, params_of, seeded, twin
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import megabuf_fx as mb
 
@@ -471,3 +472,112 @@ def test_module_hook_added_after_compilation(ranks: Callable[[int], RankGroup], 
     for text, calls in ranks(2).run(module_hook_added_late, mode):
         assert text.startswith("RuntimeError: hooks of module '1' changed after it was compiled")
         assert calls == "1 calls"
+
+
+# In one process.
+
+
+class Dropped(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.3, self.training))
+
+
+def call_in_bf16(model: Any, call: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        result: Tensor = call(x)
+    return result
+
+
+def call_after_inference(model: Any, call: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        call(x)
+    result: Tensor = call(x)
+    return result
+
+
+def call_after_eval(model: Any, call: Any, x: Tensor) -> Tensor:
+    model.eval()
+    call(x)
+    model.train()
+    result: Tensor = call(x)
+    return result
+
+
+def call_functionally(model: Any, call: Any, x: Tensor) -> Tensor:
+    result: Tensor = functional_call(call, dict(call.named_parameters()), (x,))
+    return result
+
+
+def call_past_the_root(model: Any, call: Any, x: Tensor) -> Tensor:
+    """Submodules by hand: eager, past every compiled graph."""
+    result: Tensor = model.fc3(model.ln(torch.tanh(model.fc2(torch.tanh(model.fc1(x))))))
+    return result
+
+
+def call_plainly(model: Any, call: Any, x: Tensor) -> Tensor:
+    result: Tensor = call(x)
+    return result
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
+    "autocast": (call_in_bf16, Mlp),
+    "dropout": (call_plainly, Dropped),
+    "inference_mode": (call_after_inference, Mlp),
+    "eval": (call_after_eval, Dropped),
+    "functional_call": (call_functionally, Mlp),
+    "past_the_root": (call_past_the_root, Mlp),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CALLS)
+def test_ways_to_call(name: str, mode: str) -> None:
+    """Bitwise: nothing is reordered."""
+    forward, build = CALLS[name]
+    plain = seeded(build)
+    model = twin(plain)
+    buf, call, optimizer = prepare(model, mode)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    for step in range(3):
+        for module, callee, update in ((plain, plain, reference), (model, call, optimizer)):
+            torch.manual_seed(step)
+            forward(module, callee, batch(step, 0, 0, 8, 13)).float().square().mean().backward()
+            update.step()
+            update.zero_grad()
+        buf.sync_params()
+        # Without alignment, CPU products round by where they write.
+        bound = 1e-6 if mode == "plain_dense" else 0.0
+        assert max_difference(params_of(model), params_of(plain)) <= bound
+
+
+def scaled_steps(model: nn.Module, call: Any, optimizer: Any) -> list[float]:
+    """Three steps through GradScaler, the second with an infinite loss; the scale after each."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scales = []
+    for step in range(3):
+        loss = call(batch(step, 0, 0, 8, 13)).square().mean() * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_grad_scaler_without_sharding() -> None:
+    plain = seeded(Mlp)
+    model = twin(plain)
+    _, call, optimizer = prepare(model, "plain")
+    expected = scaled_steps(plain, plain, torch.optim.AdamW(plain.parameters(), lr=LR))
+    assert scaled_steps(model, call, optimizer) == expected == [8.0, 4.0, 4.0]
+    assert max_difference(params_of(model), params_of(plain)) == 0.0
+
+
+def test_grad_scaler_is_refused_with_sharding() -> None:
+    _, call, optimizer = prepare(seeded(Mlp), "sharded")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(call(batch(0, 0, 0, 8, 13)).square().mean()).backward()
+    with pytest.raises(NotImplementedError, match=r"GradScaler .*use_distributed_optimizer=False"):
+        scaler.step(optimizer)
