@@ -27,6 +27,8 @@ class Binding:
     def __init__(self, inputs: Sequence[GraphParam | None]) -> None:
         used = {param.handle for param in inputs if param is not None}
         self.models = {handle: model for handle, model in _live_models() if handle in used}
+        for model in self.models.values():
+            model.is_compiled = True
         self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
         self.forward: Callable[[list[Any]], Any] | None = None
         self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}

@@ -128,10 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 run.master.grad = None
                 if run.master.data_ptr() != run.param.data_ptr():
                     run.param.copy_(run.master)
-        if buffers.gatherer is not None:
-            buffers.gatherer.mark_stale()
-            if not self.handle.config.overlap_param_gather:
-                buffers.sync_params()
+        buffers.after_step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

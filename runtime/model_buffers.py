@@ -64,6 +64,8 @@ class ModelBuffers:
         self.boundaries: dict[int, Any] = {}
         """Where compiled graphs start the reduction of each bucket group, for reports."""
         self.no_sync_depth = 0
+        self.is_compiled = False
+        """Some compiled graph uses this model."""
         self.is_closed = False
         self._backward_id = -1
         self._is_reduced = False
@@ -230,8 +232,11 @@ class ModelBuffers:
         """
         group = self.group_of[param]
         self.refuse_reduced(group)
-        if self._graph_wrote_in[param] == self._backward_id and self._untouched_id != self._backward_id:
-            self.state.eager_params.add(param)
+        if self._untouched_id != self._backward_id:
+            if self._graph_wrote_in[param] == self._backward_id:
+                self.state.eager_params.add(param)
+            if self.is_compiled:
+                self.state.eager_groups.add(group)
         if self.reducer.is_started(group):
             self._take_late(param, grad)
         elif self.state.written[param]:
@@ -317,6 +322,22 @@ class ModelBuffers:
         self.reducer.reset()
         self.state.reopen()
         self._is_reduced = True
+
+    def after_step(self) -> None:
+        """The optimizer has written this rank's shards: gather now, or leave it to the next forward.
+
+        A compiled module runs its hooks in the graph, so eager code inside it (after a graph break) finds nobody who
+        waits. Which buckets such code reads is known since the first backward; those are gathered now.
+        """
+        if self.gatherer is None:
+            return
+        self.gatherer.mark_stale()
+        if not self.overlap_param_gather:
+            self.gatherer.wait_all()
+        elif self.state.eager_groups:
+            self.gatherer.start_all()
+            for group in sorted(self.state.eager_groups, reverse=True):
+                self.gatherer.wait(group)
 
     def sync_params(self) -> None:
         """Make every parameter current."""

@@ -35,6 +35,8 @@ class StepState:
         """The last backward accumulated under ``no_sync``."""
         self.eager_params: set[int] = set()
         """Parameters that have had gradients from outside compiled graphs; kept over resets."""
+        self.eager_groups: set[int] = set()
+        """Bucket groups with a parameter that code outside compiled graphs differentiates; kept over resets."""
         self._arrived = [False] * len(plan.params)
         self._missing = [len(group.params) for group in plan.groups]
         self._outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()

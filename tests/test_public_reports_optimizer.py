@@ -1,4 +1,4 @@
-"""Recipes from public reports, the part about what the optimizer updates: V06, V07 and V19 of
+"""Recipes from public reports, the part about what the optimizer updates: V06-V08 of
 ``shared/cases/public_reports.md``; see ``test_public_reports.py``. Bucket sizes there are bytes, here elements of fp32.
 """
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RankGroup, params_of
-from pair import MODES, Pair, SmallMlp, check_on, owned, run_cases, square_loss
+from helpers import RankGroup, batch, error_text, params_of
+from pair import MODES, Pair, check_on, owned, run_cases, square_loss
 from torch import Tensor, nn
+
+import megabuf_fx as mb
 
 pytestmark = pytest.mark.dist
 
@@ -52,6 +54,7 @@ def unused(mode: str, bucket_size: int | None) -> list[str]:
 
 
 def unused_cases(rank: int) -> list[str]:
+    """V06: trainable but never used weights are bit-identical and have no optimizer state."""
     sizes = {"bucket of its own": 12, "shared bucket": None}
     return run_cases({f"{mode} {name}": partial(unused, mode, sizes[name]) for mode in MODES for name in sizes})
 
@@ -95,78 +98,92 @@ def adapters(mode: str) -> list[str]:
 
 
 def adapter_cases(rank: int) -> list[str]:
+    """V07: frozen weights stay, with their flags, and have neither main_grad nor state."""
     return run_cases({mode: partial(adapters, mode) for mode in MODES})
 
 
-# V19
+# V08
 
 
-class WideMlp(SmallMlp):
+class MixedDtypes(nn.Module):
     def __init__(self) -> None:
-        super().__init__(6, 47, 3)
+        super().__init__()
+        self.fc1 = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(16)
+        self.fc2 = nn.Linear(16, 16, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(self.norm(self.fc1(x).float()).bfloat16())
+        return result
 
 
-def by_kind(model: Any) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if name.endswith("weight")], "lr": 0.05, "weight_decay": 0.2},
-        {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02, "weight_decay": 0.0},
-    ]
+def one_signed_loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    """Small gradients that hardly change sign from one micro-batch to the next, so that a bf16 sum loses their ends."""
+    x = (batch(0, 0, 0, 8, 16) + 0.3 * batch(step, micro, rank, 8, 16)).bfloat16()
+    target = torch.linspace(0.5, 2.0, 16)
+    result: Tensor = ((model(x).float() - target) * target).mean() * 0.02
+    return result
 
 
-def all_but_last(model: Any) -> list[dict[str, Any]]:
-    last = list(model.fc2.parameters())
-    return [
-        {**group, "params": [p for p in group["params"] if p is not last[0] and p is not last[1]]}
-        for group in by_kind(model)
-    ]
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def schedules(mode: str, adds_group: bool) -> list[str]:
-    groups = all_but_last if adds_group else by_kind
-    pair = Pair(WideMlp, mode, optimizer=torch.optim.AdamW, groups=groups, attach={"bucket_size": 25})
-    kinds = [{pair.buf.plan.params[p].name[-4:] for p in group.params} for group in pair.buf.plan.groups]
-    pair.expect(any(len(kind) == 2 for kind in kinds), "no bucket holds both groups")
-    if pair.is_sharded:
-        is_cut = any(
-            0 < part.start < part.stop or part.stop < p.numel()
-            for (_, _, part), p in zip(owned(pair), pair.model.parameters())
-            if part.start < part.stop
-        )
-        pair.expect(is_cut, "no shard border cuts a parameter")
-    for step in range(5):
-        if step == 3:
-            for optimizer in (pair.reference, pair.optimizer):
-                optimizer.param_groups[0]["weight_decay"] = 0.0
-        if step == 4 and adds_group:
-            try:
-                pair.optimizer.add_param_group({"params": list(pair.model.fc2.parameters()), "lr": 0.01})
-            except NotImplementedError as error:
-                pair.expect("add_param_group" in str(error), f"unclear refusal: {error}")
-            else:
-                pair.reference.add_param_group({"params": list(pair.plain.fc2.parameters()), "lr": 0.01})
-        pair.step(square_loss, step)
-        for optimizer in (pair.reference, pair.optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
+def mixed_dtypes(fuse: bool) -> list[str]:
+    options = {"grad_reduce_in_fp32": True, "gradient_accumulation_fusion": fuse}
+    pair = Pair(MixedDtypes, "sharded", attach=options, lr=0.1)
+    keys = sorted(f"{layout.key.param_dtype} {layout.key.grad_dtype}" for layout in pair.buf.plan.layouts)
+    pair.expect(keys == ["torch.bfloat16 torch.float32", "torch.float32 torch.float32"], f"buffers are {keys}")
+    sums: list[dict[str, Tensor]] = []
+    narrow: dict[str, Tensor] = {}
+    params = dict(pair.plain.named_parameters())
+    for rank in range(pair.world):
+        wide: dict[str, Tensor] = {}
+        for micro in range(64):
+            grads = torch.autograd.grad(one_signed_loss(pair.plain, 0, micro, rank), list(params.values()))
+            for name, grad in zip(params, grads):
+                pair.expect(grad.dtype == params[name].dtype, f"{name}: plain gradient is {grad.dtype}")
+                wide[name] = wide[name] + grad.float() if micro else grad.float()
+                if rank == pair.rank:
+                    narrow[name] = narrow[name] + grad.bfloat16() if micro else grad.bfloat16()
+        sums.append(wide)
+    pair.poison()
+    for micro in range(64):
+        with pair.buf.no_sync():
+            one_signed_loss(pair.call, 0, micro, pair.rank).backward()
+    for name, grad in pair.main_grads().items():
+        pair.expect(grad.dtype == torch.float32, f"{name}: main_grad is {grad.dtype}")
+        miss = relative(grad, sums[pair.rank][name])
+        pair.expect(miss <= 1e-6, f"{name}: main_grad misses the sum of micro-batches by {miss:.2g}")
+    typical = sums[pair.rank]["fc2.weight"].abs().mean().item() / 64
+    pair.expect(2e-4 < typical < 5e-3, f"gradients are about {typical:.2g}, not 1e-3")
+    worst = max(relative(narrow[name], sums[pair.rank][name]) for name in narrow)
+    pair.expect(worst > 1e-3, f"a bf16 sum misses by {worst:.2g} only, the check tells nothing apart")
+    pair.buf.finish_grad_sync()
+    for name, found, slot in owned(pair):
+        average = torch.stack([wide[name] for wide in sums]).mean(0).flatten()[slot]
+        miss = relative(found, average) if len(found) else 0.0
+        pair.expect(miss <= 1e-6, f"{name}: reduced main_grad misses the average by {miss:.2g}")
+    pair.optimizer.step()
+    dtypes = {name: p.dtype for name, p in pair.model.named_parameters()}
+    pair.expect(dtypes == {name: p.dtype for name, p in params.items()}, f"the model became {dtypes}")
     return pair.finish()
 
 
-def schedule_cases(rank: int) -> list[str]:
-    variants = {"": False, " add_param_group": True}
-    return run_cases({mode + v: partial(schedules, mode, variants[v]) for mode in MODES for v in variants})
+def mixed_dtype_cases(rank: int) -> list[str]:
+    """V08: 64 bf16 gradients are accumulated in fp32, within 1e-6 of the sum by hand, before and after the reduction.
+
+    There is no bf16 transport with fp32 sums yet.
+    """
+    return run_cases({f"fusion {fuse}": partial(mixed_dtypes, fuse) for fuse in (False, True)})
 
 
-def test_unused_parameters(ranks: Ranks) -> None:
-    """V06: trainable but never used weights are bit-identical and have no optimizer state."""
-    check_on(2, ranks, unused_cases)
+def test_wide_gradients_without_shards_are_refused() -> None:
+    """V08: without sharding .grad is the buffer and cannot be wider than its parameter."""
+    config = mb.MegabufConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    assert "parameter 'fc1.weight' is torch.bfloat16" in error_text(lambda: mb.attach(MixedDtypes(), config))
 
 
-def test_frozen_parameters(ranks: Ranks) -> None:
-    """V07: frozen weights stay, with their flags, and have neither main_grad nor state."""
-    check_on(2, ranks, adapter_cases)
-
-
-def test_groups_and_schedules(ranks: Ranks) -> None:
-    """V19: two groups mixed in one bucket, changing lr and decay, add_param_group works or is refused."""
-    check_on(3, ranks, schedule_cases)
+@pytest.mark.parametrize("cases", [unused_cases, adapter_cases, mixed_dtype_cases])
+def test_recipe(ranks: Ranks, cases: Callable[[int], list[str]]) -> None:
+    check_on(2, ranks, cases)

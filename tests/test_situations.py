@@ -581,3 +581,56 @@ def test_grad_scaler_is_refused_with_sharding() -> None:
     scaler.scale(call(batch(0, 0, 0, 8, 13)).square().mean()).backward()
     with pytest.raises(NotImplementedError, match=r"GradScaler .*use_distributed_optimizer=False"):
         scaler.step(optimizer)
+
+
+class EagerHead(nn.Module):
+    """The first layer runs outside every graph, before any compiled code of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = EagerLinear(6, 7)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        result: Tensor = self.last(hidden)
+        return result
+
+
+class EagerLinear(nn.Linear):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def eager_head(rank: int, mode: str) -> str | None:
+    plain = seeded(EagerHead)
+    model = twin(plain)
+    buf, call, optimizer = prepare(model, mode)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    for step in range(4):
+        reference_step(plain, reference, partial(loss_of, step=step))
+        loss_of(call, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            buf.sync_params()
+            if not max_difference(params_of(model), params_of(plain)) <= BOUND:
+                return f"{mode}: differs by {max_difference(params_of(model), params_of(plain))}"
+    buf.detach()
+    return None
+
+
+def all_eager_heads(rank: int) -> list[str]:
+    problems = []
+    for mode in MODES:
+        problem = eager_head(rank, mode)
+        if problem:
+            problems.append(problem)
+        fresh_compiler()
+    return problems
+
+
+def test_eager_part_before_any_graph(ranks: Callable[[int], RankGroup]) -> None:
+    for problems in ranks(2).run(all_eager_heads):
+        assert not problems, "\n".join(problems)
