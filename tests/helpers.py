@@ -66,7 +66,7 @@ class RankGroup:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world, port), daemon=True)
@@ -76,7 +76,7 @@ class RankGroup:
             self._pipes.append(ours)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -7,14 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Mlp, RankGroup, batch, error_text, fresh_compiler, max_difference, params_of, seeded, twin
+from helpers import (
+    Mlp,
+    RankGroup,
+    batch,
+    error_text,
+    free_port,
+    fresh_compiler,
+    max_difference,
+    params_of,
+    seeded,
+    twin,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -634,3 +649,55 @@ def all_eager_heads(rank: int) -> list[str]:
 def test_eager_part_before_any_graph(ranks: Callable[[int], RankGroup]) -> None:
     for problems in ranks(2).run(all_eager_heads):
         assert not problems, "\n".join(problems)
+
+
+ONE_RANK_RAISES = """
+import datetime, sys, torch, torch.distributed as dist, megabuf_fx as mb
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 3))
+buf = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=30, overlap_param_gather=True))
+call = torch.compile(model, backend="megabuf")
+optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+for step in range(3):
+    output = call(torch.randn(4, 6))
+    if step == 1 and dist.get_rank() == 1:
+        raise ValueError("planned on rank 1")
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"rank {dist.get_rank()} finished step {step}", flush=True)
+"""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("launcher", ["torchrun", "bare"])
+def test_one_rank_raises_and_all_end(tmp_path: Path, launcher: str) -> None:
+    """Nobody hangs: torchrun ends the others, and without it their collectives fail."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_RANK_RAISES)
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode != 0
+        assert "planned on rank 1" in done.stderr
+        return
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode != 0 for process in processes)
+    assert "planned on rank 1" in outputs[1][1]
+    assert "rank 0 finished step 0" in outputs[0][0]
+    assert "rank 0 finished step 1" not in outputs[0][0]
