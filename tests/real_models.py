@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,14 @@ class RealModel:
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
-    zero_gradients: tuple[str, ...] = ()
-    """Ends of the names of parameters whose true gradient is zero: what they get is rounding."""
-    optimizers: tuple[str, ...] = ("SGD",)
-    unused: str | None = None
-    """Which parameters get no gradient, or not in every step; None for none."""
+    zero_gradients: str = ""
+    """End of the names of parameters whose true gradient is zero, empty for none. A key bias adds the same to all
+    scores of a query, and the softmax takes it out again. What such a parameter gets is rounding, which AdamW enlarges
+    to steps of full size."""
+    has_unused: bool = False
+    """Whether some parameters get no gradient on any rank, always or in some steps."""
+    is_data_dependent: bool = False
+    """Whether Python loops over what the data chose (experts with tokens), so that Dynamo goes on finding new graphs."""
 
 
 def hub() -> Any:
@@ -111,7 +115,8 @@ def qwen3() -> nn.Module:
 
 
 def mixtral(experts: str) -> nn.Module:
-    """Two of four experts per token, with the router's balancing loss."""
+    """Two of four experts per token, with the router's balancing loss. ``experts`` says how they are computed: by an
+    operator of ``transformers`` itself (``grouped_mm``, the default), ``batched_mm``, or a loop (``eager``)."""
     config = hub().MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
     config._experts_implementation = experts
     model: nn.Module = hub().MixtralForCausalLM(config)
@@ -124,7 +129,7 @@ def switch() -> nn.Module:
         **{**T5_LIKE, "num_layers": 1, "num_decoder_layers": 1},
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=0,
-        num_experts=4,
+        num_experts=8,
         expert_capacity=16,
         router_jitter_noise=0.0,
     )
@@ -138,7 +143,7 @@ def bert() -> nn.Module:
     return model
 
 
-class TokenClassifier(nn.Module):
+class TokenTagger(nn.Module):
     """A loss on the hidden states alone: BERT's pooler runs, but nothing depends on it."""
 
     def __init__(self) -> None:
@@ -159,6 +164,7 @@ def t5() -> nn.Module:
 
 
 def vit() -> nn.Module:
+    """The first forward writes ``problem_type`` into the config, so that the second is compiled anew."""
     config = hub().ViTConfig(**BERT_LIKE, image_size=16, patch_size=4, num_labels=CLASSES)
     model: nn.Module = hub().ViTForImageClassification(config)
     return model
@@ -167,7 +173,12 @@ def vit() -> nn.Module:
 def resnet() -> nn.Module:
     """BatchNorm in training mode."""
     config = hub().ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=CLASSES
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[2, 2],
+        layer_type="basic",
+        num_labels=CLASSES,
+        problem_type="single_label_classification",
     )
     model: nn.Module = hub().ResNetForImageClassification(config)
     return model
@@ -182,6 +193,7 @@ def convnext() -> nn.Module:
         layer_scale_init_value=1.0,
         initializer_range=0.1,
         num_labels=CLASSES,
+        problem_type="single_label_classification",
     )
     model: nn.Module = hub().ConvNextForImageClassification(config)
     return model
@@ -211,6 +223,32 @@ def sequence_pair(generator: torch.Generator) -> Batch:
     }
 
 
+def short_pair(generator: torch.Generator) -> Batch:
+    """Fewer tokens than experts."""
+    return {
+        "input_ids": torch.randint(2, VOCABULARY, (1, 4), generator=generator),
+        "labels": torch.randint(2, VOCABULARY, (1, 6), generator=generator),
+    }
+
+
 def images(generator: torch.Generator) -> Batch:
     pixels = torch.randn(4, 3, 16, 16, generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (4,), generator=generator)}
+
+
+MODELS: dict[str, RealModel] = {
+    # Queries, keys and values share one projection, and so their biases one parameter.
+    "GPT-2": RealModel(gpt2, next_tokens, zero_gradients="attn.c_attn.bias"),
+    "Llama": RealModel(llama, next_tokens),
+    "Qwen3": RealModel(qwen3, next_tokens),
+    "Mixtral": RealModel(partial(mixtral, "grouped_mm"), next_tokens),
+    "Mixtral, batched": RealModel(partial(mixtral, "batched_mm"), next_tokens),
+    "Mixtral, loop": RealModel(partial(mixtral, "eager"), next_tokens, is_data_dependent=True),
+    "Switch": RealModel(switch, short_pair, has_unused=True, is_data_dependent=True),
+    "BERT": RealModel(bert, masked_tokens, zero_gradients="attention.self.key.bias"),
+    "BERT, tagger": RealModel(TokenTagger, tagged_tokens, zero_gradients="attention.self.key.bias", has_unused=True),
+    "T5": RealModel(t5, sequence_pair),
+    "ViT": RealModel(vit, images, zero_gradients="attention.k_proj.bias"),
+    "ResNet": RealModel(resnet, images),
+    "ConvNeXt": RealModel(convnext, images),
+}

@@ -1,0 +1,534 @@
+"""Recipes from public reports, the part about what happens within a step: V05, V09-V15, V17 and V18 of
+``shared/cases/public_reports.md``. The others are in ``test_public_reports_params.py``, ``..._optimizer.py`` and
+``..._copies.py``.
+
+Expected is plain eager training by one process on the whole batch, at most 2e-5 away in every parameter after every
+step; sharded or not, gathers overlapped or not, compiled with ``aot_eager``. Each list of cases says its recipe.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import RankGroup, batch, error_text, params_of, twin
+from pair import MODES, Pair, SmallMlp, check_on, count_reductions, recorded_collectives, run_cases, square_loss, tokens
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.dist
+
+Ranks = Callable[[int], RankGroup]
+
+
+# V05
+
+
+class FakeQuantized(SmallMlp):
+    """Weights are rounded to 1/64 in forward; gradients go straight through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.fc1, self.fc2):
+            weight = layer.weight + ((layer.weight * 64).round() / 64 - layer.weight).detach()
+            x = torch.tanh(F.linear(x, weight, layer.bias))
+        return x
+
+
+def forced_sync(mode: str) -> list[str]:
+    pair = Pair(FakeQuantized, mode, lr=0.1)
+    pair.buf.sync_params()
+    for step in range(5):
+        pair.step(square_loss, step)
+        for _ in range({0: 1, 2: 2}.get(step, 0)):
+            pair.buf.sync_params()
+            once = params_of(pair.model)
+            pair.buf.sync_params()
+            same = all(torch.equal(value, once[name]) for name, value in params_of(pair.model).items())
+            pair.expect(same, f"step {step}: another sync_params changed a weight")
+            pair.check()
+    return pair.finish()
+
+
+def forced_sync_cases(rank: int) -> list[str]:
+    """V05: forced synchronization of parameters, also twice in a row, changes no weight.
+
+    There is no buffer shared by gathers and gradients (fp8) yet. Where the recipe reads a zero ``main_grad`` before
+    each backward, ours is never zeroed: it holds NaN there (``Pair.poison``), and the first backward overwrites it.
+    """
+    return run_cases({mode: partial(forced_sync, mode) for mode in MODES})
+
+
+# V09
+
+
+class Mlp583(SmallMlp):
+    def __init__(self) -> None:
+        super().__init__(5, 8, 3)
+
+
+def loss_583(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    result: Tensor = model(batch(step, micro, rank, 4, 5)).square().mean()
+    return result
+
+
+def accumulation(mode: str) -> list[str]:
+    pair = Pair(Mlp583, mode, attach={"bucket_size": 16}, lr=0.1)
+    for step in range(6):
+        pair.reference_backward(loss_583, step, 4)
+        pair.poison()
+        with recorded_collectives() as collectives:
+            for micro in range(4):
+                accumulates = pair.accumulating(micro < 3)
+                if step < 3:
+                    with accumulates:
+                        (loss_583(pair.call, step, micro, pair.rank) / 4).backward()
+                else:
+                    value = loss_583(pair.call, step, micro, pair.rank) / 4
+                    with accumulates:
+                        value.backward()
+            pair.check()
+            pair.update(step)
+        problem = count_reductions(pair, collectives) if pair.world > 1 else None
+        pair.expect(problem is None, f"step {step}: {problem}")
+    return pair.finish()
+
+
+def forgotten_end(mode: str) -> list[str]:
+    """``no_sync`` also around the last micro-batch."""
+    pair = Pair(Mlp583, mode, attach={"bucket_size": 16}, lr=0.1)
+    pair.step(loss_583, 0)
+    pair.reference_backward(loss_583, 1, 4)
+    for micro in range(4):
+        with pair.buf.no_sync():
+            (loss_583(pair.call, 1, micro, pair.rank) / 4).backward()
+    pair.check()
+    start = params_of(pair.model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            pair.optimizer.step()
+        except RuntimeError as error:
+            pair.expect("not reduced" in str(error), f"unclear error: {error}")
+            same = all(torch.equal(value, start[name]) for name, value in params_of(pair.model).items())
+            pair.expect(same, "the refused step moved parameters")
+        else:
+            text = "".join(str(warning.message) for warning in caught)
+            # A single process has nothing to synchronize.
+            pair.expect("no_sync" in text or pair.world == 1, "unsynchronized gradients were applied without a word")
+            pair.forget()
+            pair.buf.detach()
+            return pair.problems
+    pair.buf.finish_grad_sync()
+    pair.update(1)
+    return pair.finish()
+
+
+def accumulation_cases(rank: int) -> list[str]:
+    """V09: (a) forward and backward inside no_sync, (b) only backward; one reduction per bucket and step; (c) no_sync
+    around the last micro-batch too is an error at step."""
+    return run_cases(
+        {
+            **{f"{mode} a, b": partial(accumulation, mode) for mode in MODES},
+            **{f"{mode} c": partial(forgotten_end, mode) for mode in MODES},
+        }
+    )
+
+
+# V10
+
+
+def replays(mode: str) -> list[str]:
+    pair = Pair(SmallMlp, mode, lr=0.1)
+    static = torch.empty(4, 6)
+    pointers = {name: grad.data_ptr() for name, grad in pair.main_grads().items()}
+
+    def replay(data: Tensor) -> None:
+        static.copy_(data)
+        with pair.buf.no_sync():
+            pair.call(static).square().mean().backward()
+
+    for step in range(2):
+        pair.poison()
+        sums: dict[str, Tensor] = {}
+        for micro in range(3):
+            (square_loss(pair.plain, step, micro, pair.rank) / pair.world).backward()
+        for name, param in pair.plain.named_parameters():
+            sums[name] = param.grad.clone() * pair.world
+        for rank in set(range(pair.world)) - {pair.rank}:
+            for micro in range(3):
+                (square_loss(pair.plain, step, micro, rank) / pair.world).backward()
+        for micro in range(3):
+            replay(batch(step, micro, pair.rank, 4, 6))
+        for name, grad in pair.main_grads().items():
+            miss = (grad - sums[name]).abs().max().item()
+            pair.expect(miss <= 1e-6, f"step {step}: main_grad of {name} misses the sum of replays by {miss:.2g}")
+        pair.check()
+        pair.buf.finish_grad_sync()
+        pair.update(step)
+        found = {name: grad.data_ptr() for name, grad in pair.main_grads().items()}
+        pair.expect(found == pointers, f"step {step}: main_grad has moved")
+    return pair.finish()
+
+
+def replay_cases(rank: int) -> list[str]:
+    """V10: ``main_grad`` is the sum over micro-batches that reuse one input tensor, and never moves.
+
+    CUDA-graph modes are refused for now (``test_backend.py``), so nothing is captured here.
+    """
+    return run_cases({mode: partial(replays, mode) for mode in MODES})
+
+
+# V11
+
+
+def dropped_forwards(mode: str) -> list[str]:
+    pair = Pair(SmallMlp, mode, lr=0.1)
+    for step in range(2):
+        before = {name: grad.clone() for name, grad in pair.main_grads().items()}
+        with recorded_collectives() as collectives:
+            for micro in range(3):
+                square_loss(pair.call, step, micro + 1, pair.rank)
+        for name, grad in pair.main_grads().items():
+            pair.expect(torch.equal(grad, before[name]), f"step {step}: a forward wrote main_grad of {name}")
+        reductions = [name for name, _ in collectives if "reduce" in name]
+        pair.expect(not reductions, f"step {step}: a forward started {reductions}")
+        pair.step(square_loss, step)
+    problems = pair.finish()
+    if dist.is_initialized():
+        dist.barrier()
+    return problems
+
+
+def dropped_forward_cases(rank: int) -> list[str]:
+    """V11: forwards in train mode whose results are dropped write no gradient and start no reduction."""
+    return run_cases({mode: partial(dropped_forwards, mode) for mode in MODES})
+
+
+# V12
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 6)
+        self.out = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.out(self.emb(ids).mean(1))
+        return result
+
+
+def pooled_loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    ids = tokens(step, micro, rank, 4, step + 3, high=11)
+    return F.cross_entropy(model(ids), ids[:, 0])
+
+
+def many_lengths(mode: str, is_dynamic: bool) -> Iterator[str]:
+    with torch._dynamo.config.patch(recompile_limit=3):
+        pair = Pair(Pooled, mode, compile={"dynamic": is_dynamic}, lr=0.1)
+        counters.clear()
+        for step in range(12):
+            pair.step(pooled_loss, step)
+            with torch.no_grad():
+                pooled_loss(pair.call, step, 1, pair.rank)
+            pair.check()
+        graphs = counters["stats"]["unique_graphs"]
+        limit = 4 if is_dynamic else 8
+        pair.expect(graphs < limit, f"{graphs} graphs were traced")
+        yield from pair.finish()
+
+
+def many_length_cases(rank: int) -> list[str]:
+    """V12: lengths 3..14 with a no_grad forward between steps trace fewer than 4 graphs when dynamic; past the
+    recompile limit the rest runs eagerly with equal results."""
+    kinds = {"dynamic": True, "past the limit": False}
+    return run_cases({f"{mode} {kind}": partial(many_lengths, mode, kinds[kind]) for mode in MODES for kind in kinds})
+
+
+# V13
+
+
+def second_derivative(mode: str, is_kept: bool) -> list[str]:
+    pair = Pair(SmallMlp, mode, lr=0.1)
+    pair.step(square_loss, 0)
+    before = {name: grad.clone() for name, grad in pair.main_grads().items()}
+    x = batch(0, 0, 0, 4, 6).requires_grad_()
+    out = pair.call(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    text = error_text(lambda: grad.square().sum().backward())
+    pair.expect("double backward" in text, f"unclear error: {text}")
+    pair.expect(not x.grad and all(p.grad is None for p in pair.model.parameters()), "a gradient was left behind")
+    for name, found in pair.main_grads().items():
+        pair.expect(torch.equal(found, before[name]), f"main_grad of {name} has changed")
+    if not is_kept:
+        del out, grad
+    for step in (1, 2):
+        pair.step(square_loss, step)
+    return pair.finish()
+
+
+def second_derivative_cases(rank: int) -> list[str]:
+    """V13: a second derivative is a clear error that changes nothing; normal steps work afterwards, whether the graph
+    of the first derivative is still held or not."""
+    return run_cases({f"{m} kept {k}": partial(second_derivative, m, k) for m in MODES for k in (False, True)})
+
+
+# V14
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 7)
+        self.left = nn.Linear(7, 3)
+        self.right = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return self.left(hidden), self.right(hidden)
+
+
+def head_losses(model: Any, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    left, right = model(batch(step, 0, rank, 4, 6))
+    return left.square().mean(), right.abs().mean()
+
+
+def two_backwards(mode: str, is_first_in_no_sync: bool) -> list[str]:
+    pair = Pair(TwoHeads, mode, attach={"bucket_size": 16}, lr=0.1)
+
+    def both(model: Any, step: int, micro: int, rank: int) -> Tensor:
+        left, right = head_losses(model, step, rank)
+        return left + right
+
+    for step in range(3):
+        pair.reference_backward(both, step)
+        pair.poison()
+        left, right = head_losses(pair.call, step, pair.rank)
+        pair.check()
+        with pair.accumulating(is_first_in_no_sync):
+            left.backward(retain_graph=True)
+        right.backward()
+        pair.update(step)
+    return pair.finish()
+
+
+def two_backward_cases(rank: int) -> list[str]:
+    """V14: two backward calls on one forward equal the sum of the losses, with and without no_sync for the first."""
+    kinds = {"": False, " no_sync": True}
+    return run_cases({mode + k: partial(two_backwards, mode, kinds[k]) for mode in MODES for k in kinds})
+
+
+# V15
+
+
+class ProductAndSums(torch.autograd.Function):
+    """``a * b + 2 * a + b``"""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b + 2 * a + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return grad * (b + 2), grad * (a + 1)
+
+
+class OneSided(torch.autograd.Function):
+    """``a * b``, whose second input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (b,) = ctx.saved_tensors
+        return grad * b, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class CustomFunctions(SmallMlp):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gain = nn.Parameter(torch.rand(7))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.fc1(x)) * self.gain
+        return result
+
+    def head(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.fc2(hidden)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.fc1(x))
+        if self.kind == "two places":
+            return self.head(hidden * ProductAndSums.apply(self.gain, self.gain))  # type: ignore[no-untyped-call]
+        if self.kind == "none":
+            return self.head(OneSided.apply(hidden, self.gain))  # type: ignore[no-untyped-call]
+        return self.head(SumOverRanks.apply(self.hidden(x)))  # type: ignore[no-untyped-call]
+
+
+def custom_functions(mode: str, kind: str) -> list[str]:
+    # Decay tells a gradient that is None from one of zeros.
+    pair = Pair(partial(CustomFunctions, kind), mode, attach={"bucket_size": 16}, lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        if kind == "all_reduce":
+            # One process has all ranks' parts at once.
+            parts = [batch(step, 0, rank, 4, 6) for rank in range(pair.world)]
+            total = torch.stack([pair.plain.hidden(part) for part in parts]).sum(0)
+            pair.plain.head(total).square().mean().backward()
+        else:
+            pair.reference_backward(square_loss, step)
+        pair.backward(square_loss, step)
+        pair.update(step)
+    return pair.finish()
+
+
+def custom_function_cases(rank: int) -> list[str]:
+    """V15: custom autograd functions: one weight in two places, None for an input, collectives in both directions."""
+    kinds = ("two places", "none", "all_reduce")
+    return run_cases({f"{mode} {kind}": partial(custom_functions, mode, kind) for mode in MODES for kind in kinds})
+
+
+# V17
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)) for _ in range(3))
+        self.order = order
+        self.is_checkpointed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            block = self.blocks[index]
+            if self.is_checkpointed and index < 2:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def checkpointing(mode: str, order: tuple[int, ...]) -> list[str]:
+    pair = Pair(partial(Checkpointed, order), mode, attach={"bucket_size": 48}, lr=0.1)
+    pair.plain.is_checkpointed = False
+    start = params_of(pair.model)
+    for step in range(8):
+        with recorded_collectives() as collectives:
+            pair.step(square_loss, step, micros=1 if step < 4 else 2)
+        problem = count_reductions(pair, collectives)
+        pair.expect(problem is None, f"step {step}: {problem}")
+    pair.check()
+    for name, value in params_of(pair.model).items():
+        pair.expect(bool((value != start[name]).all()), f"{name} got a gradient that is exactly zero")
+    return pair.finish()
+
+
+def checkpointing_cases(rank: int) -> list[str]:
+    """V17: non-reentrant activation checkpointing, also of a block used twice, reduces every bucket once."""
+    orders = {"once": (0, 1, 2), "twice": (0, 1, 0, 2)}
+    return run_cases({f"{mode} {o}": partial(checkpointing, mode, orders[o]) for mode in MODES for o in orders})
+
+
+# V18
+
+
+class WithDecode(SmallMlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+
+    def decode(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.fc2(torch.tanh(hidden))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.norm(self.fc1(x)))
+
+
+def past_the_wrapper(mode: str) -> list[str]:
+    pair = Pair(WithDecode, mode, attach={"bucket_size": 16}, lr=0.1)
+
+    def decoded(model: Any, step: int, micro: int, rank: int) -> Tensor:
+        result: Tensor = model.decode(batch(step, micro, rank, 4, 7)).square().mean()
+        return result
+
+    for step, call in enumerate((pair.model, pair.model, pair.call)):
+        pair.reference_backward(decoded, step)
+        pair.poison()
+        decoded(call, step, 0, pair.rank).backward()
+        pair.check()
+        pair.update(step)
+    return pair.finish()
+
+
+def batch_norm(mode: str) -> list[str]:
+    pair = Pair(WithDecode, mode, attach={"bucket_size": 16}, lr=0.1)
+    ddp = DistributedDataParallel(twin(pair.plain), broadcast_buffers=False)
+    other = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        square_loss(ddp, step, 0, pair.rank).backward()
+        other.step()
+        other.zero_grad()
+        square_loss(pair.call, step, 0, pair.rank).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.buf.sync_params()
+        pair.compare(params_of(pair.model), params_of(ddp.module), f"step {step}")
+        pair.compare(dict(pair.model.named_buffers()), dict(ddp.module.named_buffers()), f"buffers of step {step}")
+    return pair.finish()
+
+
+def past_the_wrapper_cases(rank: int) -> list[str]:
+    """V18: (a) a loss computed by a method of the inner module trains as any other; (b) module buffers are broadcast
+    once in attach (``init_sync``), as with DDP's ``broadcast_buffers=False``: every rank keeps its own statistics."""
+    kinds: dict[str, Callable[[str], list[str]]] = {"decode": past_the_wrapper, "batch norm": batch_norm}
+    return run_cases({f"{mode} {kind}": partial(kinds[kind], mode) for mode in MODES for kind in kinds})
+
+
+RECIPES = [
+    (1, accumulation_cases),
+    (1, dropped_forward_cases),
+    (1, second_derivative_cases),
+    (2, forced_sync_cases),
+    (2, accumulation_cases),
+    (2, replay_cases),
+    (2, dropped_forward_cases),
+    (2, many_length_cases),
+    (2, two_backward_cases),
+    (2, custom_function_cases),
+    (2, checkpointing_cases),
+    (2, past_the_wrapper_cases),
+]
+
+
+@pytest.mark.parametrize(("world", "cases"), RECIPES, ids=[f"{cases.__name__}-{world}" for world, cases in RECIPES])
+def test_recipe(ranks: Ranks, world: int, cases: Callable[[int], list[str]]) -> None:
+    check_on(world, ranks, cases)
