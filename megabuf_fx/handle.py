@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.checks import check_model, compare_ranks
@@ -151,6 +152,9 @@ class MegabufHandle:
             # The root's hook is always there: it is what keeps the handle alive as long as the model.
             if module is self.model or (groups and self.config.overlap_param_gather):
                 self._hooks.append(module.register_forward_pre_hook(_forward_hook(self, module, groups)))
+        if not self.plan.sharded:
+            # Any optimizer steps here, so every optimizer is asked; ours checks by itself.
+            self._hooks.append(register_optimizer_step_pre_hook(_step_hook(weakref.ref(self))))
         self._hooks.append(self.model.register_state_dict_pre_hook(_state_dict_hook(self, self.model)))
 
     def _after_accumulate(self, index: int) -> None:
@@ -218,6 +222,18 @@ def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) 
             handle.buffers.before_forward(in_backward=_compat.current_backward_id() != -1)
             for group in groups:
                 handle.buffers.wait_param_sync(group)
+
+    return hook
+
+
+def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
+    def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        handle = owner()
+        if handle is None or not handle.buffers.state.is_unsynced:
+            return
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if any(handle.buffers.index_of(param) is not None for param in params):
+            handle.check_synchronized()
 
     return hook
 

@@ -190,9 +190,9 @@ def recorded_collectives() -> Iterator[list[tuple[str, list[list[int]]]]]:
     found.extend((e.name, e.input_shapes) for e in events if e.name.startswith(("c10d::", "gloo:")))
 
 
-def count_reductions(pair: Pair, collectives: Iterable[tuple[str, list[list[int]]]]) -> str | None:
-    """What is wrong if not every bucket was reduced exactly once in the recorded time."""
-    expected = sorted(bucket.numel for group in pair.buf.plan.groups for bucket in group.buckets)
+def count_reductions(pair: Pair, collectives: Iterable[tuple[str, list[list[int]]]], steps: int) -> str | None:
+    """What is wrong if not every bucket was reduced exactly once in each of the recorded steps."""
+    expected = sorted(bucket.numel for group in pair.buf.plan.groups for bucket in group.buckets for _ in range(steps))
     if pair.is_sharded:
         found = sorted(shapes[1][0] for name, shapes in collectives if "reduce_scatter" in name)
     else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megabuf_fx as mb
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 Ranks = Callable[[int], RankGroup]
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import megabuf_fx as mb
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 Ranks = Callable[[int], RankGroup]
 
