@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
@@ -124,7 +125,8 @@ def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Map
                     "was attached; pass it to attach(model, MegabufConfig(...)) instead"
                 )
         return handles
-    if not trainable:
+    if not trainable or not torch.is_grad_enabled():
+        # A graph without gradients (evaluation, an averaged teacher) needs no buffers.
         return []
     roots = _compat.find_root_modules(gm)
     if len(roots) != 1:

@@ -90,9 +90,13 @@ class MegabufHandle:
             self._publish_grads()
 
     def start_grad_sync(self) -> None:
-        """Start the reductions that have not started, without waiting: for pipeline schedules that decide when
-        (Megatron ``grad_sync_func``); backwards then run under ``no_sync``."""
+        """Start the reductions that have not started: for pipeline schedules that decide when (Megatron
+        ``grad_sync_func``); backwards then run under ``no_sync``. Without sharding this also waits, as ``.grad`` must
+        be complete for whatever optimizer comes next."""
         self._check_usable()
+        if not self.plan.sharded:
+            self.finish_grad_sync()
+            return
         self.buffers.state.is_unsynced = False
         self.buffers.start_grad_syncs()
 

@@ -177,6 +177,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gatherer.mark_stale()
             gatherer.wait_all()
 
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Set the fp32 masters to the model's parameters, after values were loaded or written into a live model.
+
+        fp32 parameters are their own masters. Without this call the next ``step`` would write the old masters back.
+        """
+        for runs in self._runs:
+            for run in runs:
+                if run.master.data_ptr() != run.param.data_ptr():
+                    run.master.copy_(run.param)
+
     def _refuse_unattached(self) -> None:
         for param in self._unattached:
             if param.grad is not None:

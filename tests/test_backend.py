@@ -51,6 +51,33 @@ def test_bare_form_attaches_and_works_with_an_optimizer_built_before() -> None:
     assert max_difference(params_of(model), expected) == 0.0
 
 
+def test_evaluation_attaches_nothing() -> None:
+    model = seeded(Mlp)
+    expected = reference(twin(model))
+    call: Any = torch.compile(model, backend="megabuf", options=AOT)
+    with torch.no_grad():
+        call(batch(0, 0, 0, 8, 13))
+    with pytest.raises(ValueError, match="not attached"):
+        mb.handle(call)
+    train(call, torch.optim.AdamW(model.parameters(), lr=LR), range(4))
+    with torch.no_grad():
+        call(batch(0, 0, 0, 8, 13))
+    assert mb.handle(call).model is model
+    assert max_difference(params_of(model), expected) == 0.0
+
+
+def test_masters_follow_loaded_weights_when_told() -> None:
+    model = seeded(lambda: Mlp().to(torch.bfloat16))
+    mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", grad_reduce_in_fp32=True))
+    optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+    loaded = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    optimizer.reload_model_params()
+    model(batch(0, 0, 0, 8, 13).to(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert max_difference(params_of(model), loaded) == 0.0
+
+
 def test_grad_is_the_buffer_view_and_clip_grad_norm_works_without_sharding() -> None:
     model = seeded(Mlp)
     plain = twin(model)

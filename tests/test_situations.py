@@ -405,8 +405,6 @@ def all_interleaved(rank: int) -> list[str]:
     problems = []
     for mode in MODES:
         for is_scheduled in (False, True):
-            if is_scheduled and not mode.startswith("sharded"):
-                continue
             problem = interleaved(rank, mode, is_scheduled)
             if problem:
                 problems.append(f"scheduled {is_scheduled}: {problem}")
