@@ -25,6 +25,7 @@ def test_defaults() -> None:
         "grad_reduce_in_fp32": False,
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
+        "find_unused_parameters": True,
         "average_in_collective": False,
         "calculate_per_token_loss": False,
         "pad_buckets_for_high_nccl_busbw": False,
@@ -39,7 +40,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
 def test_flags_are_bools(value: Any) -> None:
     names = [name for name, field in FIELDS.items() if field.type == "bool"]
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})
