@@ -6,9 +6,11 @@ The twin is plain eager training by one process on the whole batch: every rank r
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from helpers import RankGroup, batch, fresh_compiler, params_of, seeded, twin
 from torch import Tensor, nn
 
 import megabuf_fx as mb
+from megabuf_fx.runtime import collectives
 from megabuf_fx.runtime.shards import shard_bounds
 
 MODES: dict[str, dict[str, Any]] = {
@@ -177,27 +180,51 @@ def check_on(world: int, ranks: Callable[[int], RankGroup], cases: Callable[[int
     assert not lines, "\n".join(lines)
 
 
+class Collective(NamedTuple):
+    """A call into ``torch.distributed``."""
+
+    name: str
+    numel: int
+    """Elements of its largest tensor."""
+
+
+_COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "all_to_all")
+
+
 @contextlib.contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, list[list[int]]]]]:
-    """Operator and input shapes of every collective that this process starts, in order; filled at the end.
+def recorded_collectives() -> Iterator[list[Collective]]:
+    """Every collective that is called from Python meanwhile, in order.
 
-    Seen by torch's profiler, so it does not matter who starts them and how.
+    Torch's profiler would see them without a patch, but with gloo's threads at work it crashed now and then.
     """
-    found: list[tuple[str, list[list[int]]]] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    found: list[Collective] = []
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes = [value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            found.append(Collective(function.__name__, max(sizes, default=0)))
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        replaced = {
+            function: recording(function) for name, function in vars(dist).items() if name.startswith(_COLLECTIVE_NAMES)
+        }
+        for module in (dist, collectives):
+            for name, value in list(vars(module).items()):
+                if callable(value) and value in replaced:
+                    stack.enter_context(mock.patch.object(module, name, replaced[value]))
         yield found
-    events = profiler.events() or ()
-    found.extend((e.name, e.input_shapes) for e in events if e.name.startswith(("c10d::", "gloo:")))
 
 
-def count_reductions(pair: Pair, collectives: Iterable[tuple[str, list[list[int]]]], steps: int) -> str | None:
+def count_reductions(pair: Pair, recorded: Iterable[Collective], steps: int) -> str | None:
     """What is wrong if not every bucket was reduced exactly once in each of the recorded steps."""
     expected = sorted(bucket.numel for group in pair.buf.plan.groups for bucket in group.buckets for _ in range(steps))
-    if pair.is_sharded:
-        found = sorted(shapes[1][0] for name, shapes in collectives if "reduce_scatter" in name)
-    else:
-        # The operator takes a list of tensors, which has no shape; the flags of used parameters are fewer than 64.
-        found = sorted(s[0][0] for name, s in collectives if name == "gloo:all_reduce" and s[0][0] >= 64)
+    kind = "reduce_scatter" if pair.is_sharded else "all_reduce"
+    # Fewer than 64 elements are the flags of used parameters.
+    found = sorted(numel for name, numel in recorded if name.startswith(kind) and numel >= 64)
     return None if found == expected else f"reduced buckets of {found} elements, expected {expected}"
 
 

@@ -38,7 +38,7 @@ class Spare(nn.Module):
 
 def unused(mode: str, bucket_size: int | None) -> list[str]:
     options = {"bucket_size": bucket_size}
-    pair = Pair(Spare, mode, optimizer=torch.optim.AdamW, attach=options, lr=1e-3, weight_decay=0.3)
+    pair = Pair(Spare, mode, optimizer=torch.optim.AdamW, attach=options, lr=1e-2, weight_decay=0.3)
     names = [{pair.buf.plan.params[p].name for p in group.params} for group in pair.buf.plan.groups]
     is_alone = {"spare.weight", "spare.bias"} in names
     pair.expect(is_alone == (bucket_size is not None), f"not the buckets that were meant: {names}")
@@ -77,7 +77,7 @@ class Adapted(nn.Module):
 
 
 def adapters(mode: str) -> list[str]:
-    pair = Pair(Adapted, mode, optimizer=torch.optim.AdamW, attach={"bucket_size": 16}, lr=1e-3, weight_decay=0.1)
+    pair = Pair(Adapted, mode, optimizer=torch.optim.AdamW, attach={"bucket_size": 16}, lr=1e-2, weight_decay=0.1)
     flags = {name: p.requires_grad for name, p in pair.plain.named_parameters()}
     found = {name: p.requires_grad for name, p in pair.model.named_parameters()}
     pair.expect(found == flags, f"requires_grad is {found}")
