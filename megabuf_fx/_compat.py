@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -110,6 +111,22 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     from torch._dynamo import OptimizedModule
 
     return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def find_calling_module() -> nn.Module | None:
+    """The outermost module whose code is running, by the Python stack; None outside of any.
+
+    When Dynamo skips a frame (a graph break inside a loop), it compiles the modules called from it one by one; the
+    module that the user compiled is then further out on the stack.
+    """
+    found = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        value = frame.f_locals.get("self")
+        if isinstance(value, nn.Module) and not isinstance(value, GraphModule):
+            found = unwrap_compiled(value)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def find_root_modules(gm: GraphModule) -> list[nn.Module]:

@@ -129,6 +129,10 @@ def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Map
         # A graph without gradients (evaluation, an averaged teacher) needs no buffers.
         return []
     roots = _compat.find_root_modules(gm)
+    caller = _compat.find_calling_module()
+    if caller is not None and {id(param) for param in trainable} <= {id(param) for param in caller.parameters()}:
+        # The graph can be a piece of the compiled module; parameters outside of it must be reduced, too.
+        roots = [caller]
     if len(roots) != 1:
         raise RuntimeError(
             f"the compiled function uses trainable parameters of {len(roots)} modules "

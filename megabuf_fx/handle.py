@@ -384,8 +384,13 @@ def handle(model: nn.Module) -> MegabufHandle:
         ValueError: the model is not attached (without ``attach``, it is once its first compiled forward has run).
     """
     model = _compat.unwrap_compiled(model)
-    for candidate in live_handles():
+    candidates = live_handles()
+    for candidate in candidates:
         if candidate.model is model:
+            return candidate
+    for candidate in candidates:
+        # The backend attaches the outermost module that is called, which may hold this one.
+        if any(module is model for module in candidate.model.modules()):
             return candidate
     raise ValueError(
         f"{type(model).__name__} is not attached; call attach(model), or run one forward of "

@@ -487,6 +487,65 @@ def test_module_hook_added_after_compilation(ranks: Callable[[int], RankGroup], 
         assert calls == "1 calls"
 
 
+class BrokenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.last(x))
+
+
+class BrokenLoop(nn.Module):
+    """A graph break inside a loop: Dynamo runs this frame eagerly and compiles what it calls, piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([BrokenBlock(), BrokenBlock()])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def bare_pieces(rank: int, form: str) -> str | None:
+    plain = seeded(BrokenLoop)
+    model = twin(plain)
+    options = {"inner_compiler": "aot_eager", "bucket_size": 60}
+    call: Any = model
+    if form == "torch.compile":
+        call = torch.compile(model, backend="megabuf", options=options)  # type: ignore[arg-type]
+    elif form == "model.compile":
+        model.compile(backend="megabuf", options=options)
+    else:
+        call = torch.compile(model.forward, backend="megabuf", options=options)  # type: ignore[arg-type]
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=LR) for m in (model, plain))
+    for step in range(3):
+        reference_step(plain, reference, partial(loss_of, step=step))
+        loss_of(call, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not max_difference(params_of(model), params_of(plain)) <= BOUND:
+            return f"{form} step {step}: differs by {max_difference(params_of(model), params_of(plain))}"
+    if mb.handle(model).model is not model:
+        return f"{form}: {type(mb.handle(model).model).__name__} is attached"
+    mb.handle(model).detach()
+    return None
+
+
+@pytest.mark.parametrize("form", ["torch.compile", "model.compile", "model.forward"])
+def test_bare_form_attaches_the_whole_model(ranks: Callable[[int], RankGroup], form: str) -> None:
+    assert ranks(2).run(bare_pieces, form) == [None, None]
+
+
 # In one process.
 
 
