@@ -1,6 +1,5 @@
-"""Recipes from public reports, the part about what happens within a step: V05, V09-V12 and V18 of
-``shared/cases/public_reports.md``. The others are in ``test_public_reports_backward.py``, ``..._copies.py``,
-``..._optimizer.py`` and ``..._params.py``.
+"""Recipes made from public bug reports (V01 to V23), the part about what happens within a step: V05, V09-V12 and V18.
+The others are in ``test_public_reports_backward.py``, ``..._copies.py``, ``..._optimizer.py`` and ``..._params.py``.
 
 Expected is plain eager training by one process on the whole batch, at most 2e-5 away in every parameter after every
 step; sharded or not, gathers overlapped or not, compiled with ``aot_eager``. Each list of cases says its recipe.
@@ -23,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
 

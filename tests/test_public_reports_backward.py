@@ -1,5 +1,5 @@
-"""Recipes from public reports, the part about backward passes that are not one plain call: V13-V15 and V17 of
-``shared/cases/public_reports.md``; see ``test_public_reports.py``.
+"""Recipes from public reports, the part about backward passes that are not one plain call: V13-V15 and V17;
+see ``test_public_reports.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pair import MODES, Pair, SmallMlp, check_on, count_reductions, recorded_col
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
 

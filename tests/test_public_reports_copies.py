@@ -1,5 +1,5 @@
 """Recipes from public reports, the part about what else holds a model's parameters: hooks, checkpoints and copies
-(V16, V21 and V22 of ``shared/cases/public_reports.md``); see ``test_public_reports.py``.
+(V16, V21 and V22); see ``test_public_reports.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from helpers import RankGroup, params_of, seeded
 from pair import MODES, Pair, SmallMlp, check_on, recorded_collectives, run_cases, square_loss
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
 

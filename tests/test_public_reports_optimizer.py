@@ -1,5 +1,5 @@
-"""Recipes from public reports, the part about what the optimizer updates: V06-V08 of
-``shared/cases/public_reports.md``; see ``test_public_reports.py``. Bucket sizes there are bytes, here elements of fp32.
+"""Recipes from public reports, the part about what the optimizer updates: V06-V08; see
+``test_public_reports.py``. Bucket sizes in reports are bytes, here elements of fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megabuf_fx as mb
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
 

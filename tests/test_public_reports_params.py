@@ -1,7 +1,7 @@
 """Recipes from public reports, the part about parameters: which there are, where they lie, what becomes of them.
 
-The recipes are V01-V04, V19, V20 and V23 of ``shared/cases/public_reports.md``; see
-``test_public_reports.py``. Bucket sizes there are bytes, here elements of fp32.
+The recipes are V01-V04, V19, V20 and V23; see ``test_public_reports.py``.
+Bucket sizes in reports are bytes, here elements of fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import megabuf_fx as mb
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 Ranks = Callable[[int], RankGroup]
 
