@@ -16,6 +16,7 @@ The lines to copy into a program of your own are in `use_megabuf` and `train`.
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -342,8 +343,8 @@ def start_world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def main() -> None:
-    args, world = parse_args(), start_world()
+def run(args: argparse.Namespace, world: World) -> str | None:
+    """Train, check and write the results; what to complain of at the end."""
     text, model = read_text(), make_model(args, world)
     log: dict[str, Any] = {"args": vars(args) | {"out": str(args.out)}, "world_size": world.size}
 
@@ -374,12 +375,23 @@ def main() -> None:
         save_picture(args.out / "loss.png", losses, validation, unigram)
         (args.out / "log.json").write_text(json.dumps(log, indent=1) + "\n")
         screen.print(f"wrote {args.out / 'loss.png'} and {args.out / 'log.json'}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
     if args.precision == "bf16" and check_steps > 0:
         screen.print("not judged: plain DDP keeps bf16 gradients and no fp32 masters, so bf16 losses must differ")
     elif not difference <= TOLERANCE:  # so that NaN fails, too
-        raise SystemExit(f"the losses differ from plain DDP's by {difference:.1e}, more than {TOLERANCE:.0e}")
+        return f"the losses differ from plain DDP's by {difference:.1e}, more than {TOLERANCE:.0e}"
+    return None
+
+
+def main() -> None:
+    args, world = parse_args(), start_world()
+    complaint = run(args, world)
+    # DDP must be gone before its process group is: a reducer that is the last to hold it can block in its destructor
+    # for ever, holding the interpreter's lock while it joins gloo's thread, which wants that lock (seen on torch 2.13).
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if complaint:
+        raise SystemExit(complaint)
 
 
 if __name__ == "__main__":
