@@ -57,6 +57,7 @@ class MegabufHandle:
         self.config = config
         self.plan = plan
         self.buffers = buffers
+        self._frozen = [param for param in model.parameters() if buffers.index_of(param) is None]
         self._ended_backward = -1
         self._watched: weakref.WeakKeyDictionary[object, list[tuple[nn.Module, tuple[int, ...]]]]
         self._watched = weakref.WeakKeyDictionary()
@@ -143,6 +144,19 @@ class MegabufHandle:
                 "step with gradients that were not reduced: the last backward ran under no_sync(). Run the last "
                 "micro-batch outside of it, or call buf.finish_grad_sync() first"
             )
+
+    def refuse_unfrozen(self, params: Sequence[Tensor]) -> None:
+        """Raise when one of ``params`` was frozen in ``attach`` and has a gradient now, which nobody reduces."""
+        if self.plan.dp_size == 1 or not any(param.grad is not None for param in self._frozen):
+            return
+        stepped = set(map(id, params))
+        for name, param in self.model.named_parameters():
+            # It may have been attached since then, as part of another model.
+            if id(param) in stepped and param.grad is not None and not find_handles([param]):
+                raise RuntimeError(
+                    f"parameter '{name}' got a gradient but was frozen when the model was attached, so it is in no "
+                    "buffer and its gradient is that of this rank alone; detach and attach again after unfreezing"
+                )
 
     # [Note: hooks]
 
@@ -233,11 +247,12 @@ def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) 
 def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
     def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         handle = owner()
-        if handle is None or not handle.buffers.state.is_unsynced:
+        if handle is None:
             return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(handle.buffers.index_of(param) is not None for param in params):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if handle.buffers.state.is_unsynced and any(handle.buffers.index_of(param) is not None for param in params):
             handle.check_synchronized()
+        handle.refuse_unfrozen(params)
 
     return hook
 
@@ -299,6 +314,9 @@ def attach(
         for tensor in [*model.parameters(), *model.buffers()]:
             param_comm.broadcast(tensor.detach())
     plan, buffers = _build(config, specs, [param for _, param in named], grad_comm, param_comm)
+    if not plan.sharded:
+        # Nothing is gathered; it has served the broadcast.
+        param_comm.close()
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group)
 

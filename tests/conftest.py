@@ -28,6 +28,15 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
         group.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-results", action="store_true", help="write tables in tests/results instead of comparing")
+
+
+@pytest.fixture
+def write_results(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--write-results"))
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -318,3 +319,29 @@ def init_sync_makes_ranks_equal(rank: int) -> float:
 def test_attach_broadcasts_the_first_ranks_model(ranks: Callable[[int], RankGroup]) -> None:
     left, right = ranks(2).run(init_sync_makes_ranks_equal)
     assert left == right
+
+
+def threads_after_detach(rank: int, is_sharded: bool) -> list[int]:
+    """Each communicator has threads of its own."""
+    counts = []
+    for _ in range(4):
+        config = mb.MegabufConfig(inner_compiler="aot_eager", use_distributed_optimizer=is_sharded)
+        buf = mb.attach(seeded(Mlp), config)
+        buf.detach()
+        del buf
+        gc.collect()
+        counts.append(count_threads())
+    return counts
+
+
+def count_threads() -> int:
+    """Threads of this process, those of C++ too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_detach_leaves_no_communicator(ranks: Callable[[int], RankGroup], is_sharded: bool) -> None:
+    for first, *later in ranks(2).run(threads_after_detach, is_sharded):
+        # Some threads end a moment after their group.
+        assert max(later) < first + 3, (first, later)
