@@ -54,16 +54,17 @@ def _locate(argument: object, handle: int, model: ModelBuffers) -> GraphParam | 
         return None
     spec = model.plan.params[index]
     buffer, slot = model.locations[index]
+    main_grad = model.main_grads[index]
     return GraphParam(
         handle=handle,
         param=index,
         group=model.group_of[index],
         name=spec.name,
         shape=spec.shape,
-        stride=model.main_grads[index].stride(),
-        grad_dtype=model.plan.layouts[buffer].key.grad_dtype,
+        stride=main_grad.stride(),
+        grad_dtype=main_grad.dtype,
         buffer=buffer,
         start=slot.start,
-        whole_buffer=not model.plan.aligned,
+        whole_buffer=not model.plan.aligned and index not in model.buffers[buffer].promoted,
         is_hooked=_compat.has_user_hooks(model.params[index]),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,7 +24,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FS
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
-def check_model(model: nn.Module, named: NamedParams, config: MegabufConfig, attached: Sequence[ModelBuffers]) -> None:
+def check_model(model: nn.Module, named: NamedParams, attached: Sequence[ModelBuffers]) -> None:
     """Refuse what contiguous buffers cannot hold. ``named`` are the trainable parameters.
 
     Raises:
@@ -53,12 +54,6 @@ def check_model(model: nn.Module, named: NamedParams, config: MegabufConfig, att
             raise ValueError(
                 f"parameter '{name}' is already attached; attach a model once, and call detach() before attaching again"
             )
-        if not config.use_distributed_optimizer and config.grad_reduce_in_fp32 and param.dtype != torch.float32:
-            raise ValueError(
-                f"parameter '{name}' is {param.dtype} and grad_reduce_in_fp32=True makes its gradient torch.float32, "
-                "but without the distributed optimizer .grad is the buffer and must have the parameter's dtype; "
-                "set use_distributed_optimizer=True or grad_reduce_in_fp32=False"
-            )
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
@@ -75,10 +70,48 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' has layout {param.layout}; only dense parameters are supported")
     if param.is_meta:
         raise NotImplementedError(f"parameter '{name}' is on the meta device; materialize the model before attaching")
-    if not getattr(param, "allreduce", True):
-        raise NotImplementedError(
-            f"parameter '{name}' is an expert parameter (allreduce=False); expert process groups are not supported yet"
+
+
+def check_groups(
+    specs: Sequence[ParamSpec],
+    config: MegabufConfig,
+    group: dist.ProcessGroup | None,
+    expert_group: dist.ProcessGroup | None,
+) -> None:
+    """Refuse process groups that do not fit the parameters or each other.
+
+    Raises:
+        ValueError: expert parameters without their group, or a group without such; an expert group that is no part of
+            the data-parallel group; optimizer instances that do not divide the ranks.
+    """
+    size = group.size() if group is not None else 1
+    sizes = {"process_group": size}
+    expert = next((spec.name for spec in specs if not spec.allreduce), None)
+    if expert is not None and expert_group is None and size > 1:
+        raise ValueError(
+            f"parameter '{expert}' is an expert parameter (allreduce=False); pass the ranks that hold the same experts "
+            "as attach(..., expert_process_group=...)"
         )
+    if expert_group is not None:
+        if expert is None:
+            raise ValueError(
+                "expert_process_group was passed, but no parameter has allreduce=False; set it on the experts' "
+                "parameters before attaching"
+            )
+        sizes["expert_process_group"] = expert_group.size()
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        outside = sorted(set(dist.get_process_group_ranks(expert_group)) - set(ranks))
+        if outside or size % expert_group.size():
+            raise ValueError(
+                f"expert_process_group has ranks {dist.get_process_group_ranks(expert_group)}, which are no equal part "
+                f"of the {size} ranks of process_group"
+            )
+    for name, ranks_in in sizes.items():
+        if ranks_in % config.num_distributed_optimizer_instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances} does not divide the "
+                f"{ranks_in} ranks of {name}"
+            )
 
 
 class _Answer(NamedTuple):

@@ -10,6 +10,18 @@ from typing import Any, Literal
 
 INNER_COMPILERS = ("inductor", "aot_eager")
 
+_NEED_DISTRIBUTED_OPTIMIZER = (
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "reduce_scatter_with_fp32_accumulation",
+)
+_NEED_OVERLAP_PARAM_GATHER = (
+    "align_param_gather",
+    "overlap_param_gather_with_optimizer_step",
+    "param_gather_prefetch",
+    "debug_nan_stale_params",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegabufConfig:
@@ -27,6 +39,11 @@ class MegabufConfig:
     """Elements after which a bucket closes; None takes max(40_000_000, 1_000_000 * data-parallel size)."""
     num_buckets: int | None = None
     """About how many buckets to make; excludes ``bucket_size``."""
+    disable_bucketing: bool = False
+    """One bucket per buffer and one bucket group for all, as Megatron trains every model chunk but the first."""
+    pipeline_parallel_rank: int = 0
+    """Pipeline stage of this model. Stages after the first have nothing left to overlap with and get one bucket per
+    buffer, as in Megatron."""
     grad_reduce_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32, whatever the parameters' dtype."""
     overlap_grad_reduce: bool = True
@@ -34,14 +51,41 @@ class MegabufConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward instead of inside ``step``. Raw reads of parameters between
     ``step`` and the next forward then need ``buf.sync_params()``."""
+    align_param_gather: bool = False
+    """The caller starts gathers (``buf.start_param_sync``, Megatron ``param_sync_func``); a forward only waits, and
+    starts what was not started when it needs it."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Start this model's gathers at the end of its ``step``, under the steps of other models (pipeline chunks)."""
+    param_gather_prefetch: int | None = None
+    """Gathers in flight beyond the bucket group that a forward waits for. None starts all at once, 1 is Megatron's
+    chain, 0 starts each when it is needed."""
+    debug_nan_stale_params: bool = False
+    """Debugging aid: fill what other ranks own with NaN between ``step`` and the gather, so that a read without
+    ``sync_params`` shows."""
     find_unused_parameters: bool = True
     """Tell the ranks, once per step and in one small collective, which parameters got a gradient on any of them; the
     others are left alone by the optimizer. Off: a parameter without gradient counts as having zeros (as in Megatron),
-    so weight decay and momentum still move it."""
+    so weight decay and momentum still move it. An output of a compiled graph that the loss ignores gives its
+    parameters zeros rather than no gradient (AOTAutograd), so they count as used."""
     average_in_collective: bool = False
-    """Let the collective average instead of scaling gradients before it."""
+    """Let the collective average instead of scaling gradients before it. Megatron refuses it for some group sizes of
+    experts, by comparing floats; here every size works."""
     calculate_per_token_loss: bool = False
     """Sum gradients over ranks; the caller divides by the number of tokens with ``buf.scale_gradients``."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Reduce 16-bit gradients by all-to-all and a local sum in fp32: the traffic of 16 bits, one rounding. fp32 buffers
+    reduce as always. Unlike Megatron's it averages, too, and concerns no other model of the process."""
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    """Shell patterns of parameter names (``all`` matches each) whose 16-bit gradients are summed over micro-batches in
+    fp32; what is sent stays 16 bits, and ``main_grad`` holds values of that precision after the reduction."""
+    num_distributed_optimizer_instances: int = 1
+    """Divide the data-parallel group into that many runs of neighbouring ranks, each with a complete set of shards
+    (HSDP): gradients are reduce-scattered inside and all-reduced across, parameters gathered inside only."""
+    check_for_nan_in_grad: bool = False
+    """Look for NaN and Inf in every bucket before it is sent; the step then ends in an error on every rank, naming the
+    parameter. Costs a pass over the gradients and one small collective per step."""
+    check_for_large_grads: bool = False
+    """Log a warning for bucket groups whose norm is over ten times the largest so far."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad sharded bucket ends to multiples of 65536 elements."""
     init_sync: bool = True
@@ -68,24 +112,55 @@ class MegabufConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
-        for name in ("bucket_size", "num_buckets"):
+        for name, unit in (
+            ("bucket_size", "elements"),
+            ("num_buckets", "buckets"),
+            ("num_distributed_optimizer_instances", "instances"),
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} must be a positive number of {_unit(name)}, got {value}")
+                raise ValueError(f"{name} must be a positive number of {unit}, got {value}")
+        for name in ("pipeline_parallel_rank", "param_gather_prefetch"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"cannot specify both num_buckets={self.num_buckets} and bucket_size={self.bucket_size}; drop one"
             )
         if self.inner_compiler not in INNER_COMPILERS:
             raise ValueError(f"inner_compiler must be one of {INNER_COMPILERS}, got {self.inner_compiler!r}")
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError("overlap_param_gather=True needs use_distributed_optimizer=True: only shards are gathered")
+        for name in _NEED_DISTRIBUTED_OPTIMIZER:
+            if self._is_set(name) and not self.use_distributed_optimizer:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs use_distributed_optimizer=True (shards)")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather=True needs overlap_grad_reduce=True (one bucket cannot overlap)")
+        for name in _NEED_OVERLAP_PARAM_GATHER:
+            if self._is_set(name) and not self.overlap_param_gather:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs overlap_param_gather=True")
+        if self.align_param_gather and self.overlap_param_gather_with_optimizer_step:
+            raise ValueError(
+                "align_param_gather leaves starting gathers to the caller, overlap_param_gather_with_optimizer_step to "
+                "the optimizer; drop one"
+            )
         if self.dense_layout and self.use_distributed_optimizer:
             raise ValueError("dense_layout=True needs use_distributed_optimizer=False: shards need padding")
         if self.average_in_collective and self.calculate_per_token_loss:
             raise ValueError("cannot average in the collective (average_in_collective) with calculate_per_token_loss")
+        if self.num_distributed_optimizer_instances > 1 and self.reduce_scatter_with_fp32_accumulation:
+            raise ValueError(
+                "reduce_scatter_with_fp32_accumulation=True with num_distributed_optimizer_instances="
+                f"{self.num_distributed_optimizer_instances}: shards are summed in 16 bits across instances; drop one"
+            )
+        if self.param_name_patterns_for_fp32_local_accumulation and self.grad_reduce_in_fp32:
+            raise ValueError(
+                "param_name_patterns_for_fp32_local_accumulation with grad_reduce_in_fp32=True: every gradient is "
+                "accumulated in fp32 already; drop one"
+            )
+
+    def _is_set(self, name: str) -> bool:
+        (default,) = (field.default for field in dataclasses.fields(self) if field.name == name)
+        return bool(getattr(self, name) != default)
 
     def with_environment(self) -> MegabufConfig:
         """This config with what the environment adds: MEGABUF_DUMP sets ``dump_dir`` where the config does not."""
@@ -107,9 +182,8 @@ def _check_type(name: str, annotation: str, value: object) -> None:
     elif annotation.startswith("int"):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    elif annotation.startswith("tuple"):
+        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+            raise TypeError(f"{name} must be a tuple of str, got {value!r} of type {type(value).__name__}")
     elif value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {value!r} of type {type(value).__name__}")
-
-
-def _unit(name: str) -> str:
-    return "elements" if name == "bucket_size" else "buckets"

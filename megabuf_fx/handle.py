@@ -10,11 +10,14 @@ the handle, and a hook called for a module that is not its own does nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,15 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megabuf_fx._compat as _compat
-from megabuf_fx.checks import check_model, compare_ranks
+from megabuf_fx.checks import check_groups, check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
-from megabuf_fx.runtime.collectives import Comm, make_comm
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
-from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.model_buffers import ModelBuffers, RuntimeOptions
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
+from megabuf_fx.runtime.transports import CommPair, Communicators, make_comm_pair
 
 log = logging.getLogger("megabuf_fx.handle")
 
@@ -66,8 +69,18 @@ class MegabufHandle:
 
     @property
     def dp_size(self) -> int:
-        """Ranks over which gradients are averaged."""
-        return self.plan.dp_size
+        """Ranks over which gradients are averaged, all optimizer instances together."""
+        return self.buffers.comms.full_size(is_expert=False)
+
+    @property
+    def force_all_reduce(self) -> bool:
+        """Give every rank complete gradients instead of its shard, from the next backward on (Megatron
+        ``force_all_reduce``); for looking at gradients. Settable; every rank must set it alike."""
+        return self.buffers.reducer.force_all_reduce
+
+    @force_all_reduce.setter
+    def force_all_reduce(self, value: bool) -> None:
+        self.buffers.reducer.force_all_reduce = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,34 +91,43 @@ class MegabufHandle:
         finally:
             self.buffers.no_sync_depth -= 1
 
-    def finish_grad_sync(self) -> None:
-        """Reduce whatever is not reduced yet and wait. Called by ``DistributedOptimizer``; harmless to repeat.
+    def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
+        """Reduce whatever is not reduced yet and wait. Called by ``DistributedOptimizer``; harmless to repeat, in every
+        mode (Megatron without overlap reduces again).
+
+        ``force_all_reduce`` gives complete gradients where the backward has not reduced yet; otherwise set the property
+        of that name before it.
 
         Raises:
-            RuntimeError: the handle was detached or the process group destroyed; hooks of a compiled module changed.
+            RuntimeError: the handle was detached or the process group destroyed; hooks of a compiled module changed;
+            NaN
+                or Inf was found (``check_for_nan_in_grad``); gradients were reduce-scattered with ``force_all_reduce``.
         """
         self._check_usable()
         self._check_module_hooks()
-        self.buffers.finish_grad_sync()
-        if not self.plan.sharded:
+        self.buffers.finish_grad_sync(force_all_reduce=force_all_reduce)
+        if self.buffers.publishes_grad:
             self._publish_grads()
 
     def start_grad_sync(self) -> None:
         """Start the reductions that have not started: for pipeline schedules that decide when (Megatron
-        ``grad_sync_func``); backwards then run under ``no_sync``. Without sharding this also waits, as ``.grad`` must
-        be complete for whatever optimizer comes next."""
+        ``grad_sync_func``); backwards then run under ``no_sync``. Where ``.grad`` is published this also waits, as it
+        must be complete for whatever optimizer comes next."""
         self._check_usable()
-        if not self.plan.sharded:
+        if self.buffers.publishes_grad:
             self.finish_grad_sync()
             return
         self.buffers.state.is_unsynced = False
         self.buffers.start_grad_syncs()
 
-    def start_param_sync(self) -> None:
-        """Start the gathers of updated parameters, without waiting (Megatron ``param_sync_func``). The next forward
-        would start them too; a schedule calls this earlier."""
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """Start the gathers of updated parameters, without waiting unless ``force_sync`` (Megatron
+        ``param_sync_func``). The next forward would start them too; a schedule calls this earlier, and with
+        ``align_param_gather`` always."""
         self._check_usable()
-        if self.buffers.gatherer is not None:
+        if force_sync:
+            self.sync_params()
+        elif self.buffers.gatherer is not None:
             self.buffers.gatherer.start_all()
 
     def zero_grad(self) -> None:
@@ -115,9 +137,11 @@ class MegabufHandle:
             param.grad = None
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all of ``grad_data``, for example by one over the number of tokens."""
+        """Multiply all gradients, for example by one over the number of tokens: ``grad_data`` and the fp32 sums."""
         for buffer in self.buffers.buffers:
             buffer.grad_data.mul_(factor)
+            for index in buffer.promoted:
+                buffer.main_grads[index].mul_(factor)
 
     def sync_params(self) -> None:
         """Make every parameter current; needed before raw reads between ``step`` and the next forward with
@@ -145,10 +169,31 @@ class MegabufHandle:
                 "micro-batch outside of it, or call buf.finish_grad_sync() first"
             )
 
-    def refuse_unfrozen(self, params: Sequence[Tensor]) -> None:
-        """Raise when one of ``params`` was frozen in ``attach`` and has a gradient now, which nobody reduces."""
-        if self.plan.dp_size == 1 or not any(param.grad is not None for param in self._frozen):
+    def _check_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer that is not ours steps: it may have nothing to do with this model."""
+        is_safe = self.buffers.publishes_grad and not self.buffers.state.is_unsynced
+        has_unfrozen = self.dp_size > 1 and any(param.grad is not None for param in self._frozen)
+        if is_safe and not has_unfrozen:
             return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if has_unfrozen:
+            self._refuse_unfrozen(params)
+        own = [param for param in params if self.buffers.index_of(param) is not None]
+        if not own:
+            return
+        if self.buffers.publishes_grad:
+            self.check_synchronized()
+        elif all(param.grad is None for param in own):
+            reason = "its shards live in the buffer" if self.plan.sharded else "gradients have another dtype"
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps parameters of an attached model whose .grad is None ({reason}), so "
+                "it would do nothing; use megabuf_fx.DistributedOptimizer(model.parameters(), "
+                f"{type(optimizer).__name__}, ...), or attach with use_distributed_optimizer=False and gradients of "
+                "the parameters' dtype"
+            )
+
+    def _refuse_unfrozen(self, params: Sequence[Tensor]) -> None:
+        """Raise when one of ``params`` was frozen in ``attach`` and has a gradient now, which nobody reduces."""
         stepped = set(map(id, params))
         for name, param in self.model.named_parameters():
             # It may have been attached since then, as part of another model.
@@ -170,16 +215,17 @@ class MegabufHandle:
             # The root's hook is always there: it is what keeps the handle alive as long as the model.
             if module is self.model or (groups and self.config.overlap_param_gather):
                 self._hooks.append(module.register_forward_pre_hook(_forward_hook(self, module, groups)))
-        if not self.plan.sharded:
-            # Any optimizer steps here, so every optimizer is asked; ours checks by itself.
-            self._hooks.append(register_optimizer_step_pre_hook(_step_hook(weakref.ref(self))))
+        # Any optimizer could be stepped, so every optimizer is asked; ours checks by itself.
+        self._hooks.append(register_optimizer_step_pre_hook(_step_hook(weakref.ref(self))))
         self._hooks.append(self.model.register_state_dict_pre_hook(_state_dict_hook(self, self.model)))
+        if self.config.overlap_param_gather and not hasattr(self.model, "__deepcopy__"):
+            self._hooks.append(_DeepCopyHook(self))
 
     def _after_accumulate(self, index: int) -> None:
         backward_id = _compat.current_backward_id()
         self.buffers.enter_backward(backward_id)
         self.buffers.after_accumulate(index)
-        if not self.plan.sharded and self._ended_backward != backward_id:
+        if self.buffers.publishes_grad and self._ended_backward != backward_id:
             # As DDP: gradients are reduced when backward returns, so any optimizer finds them in .grad.
             self._ended_backward = backward_id
             _compat.queue_end_of_backward(self._end_backward)
@@ -219,7 +265,7 @@ class MegabufHandle:
     def _check_usable(self) -> None:
         if self.buffers.is_closed:
             raise RuntimeError("this handle was detached; attach the model again")
-        self.buffers.reducer.comm.check_alive()
+        self.buffers.comm.check_alive()
 
 
 def _accumulate_hook(owner: weakref.ref[MegabufHandle], index: int) -> Callable[..., None]:
@@ -247,12 +293,8 @@ def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) 
 def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
     def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         handle = owner()
-        if handle is None:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if handle.buffers.state.is_unsynced and any(handle.buffers.index_of(param) is not None for param in params):
-            handle.check_synchronized()
-        handle.refuse_unfrozen(params)
+        if handle is not None and getattr(optimizer, "handle", None) is not handle:
+            handle._check_foreign_step(optimizer)
 
     return hook
 
@@ -265,21 +307,49 @@ def _state_dict_hook(handle: MegabufHandle, own: nn.Module) -> Callable[..., Non
     return hook
 
 
+class _DeepCopyHook:
+    """Makes ``copy.deepcopy`` of the model gather first; a copy is a plain model. Every rank must copy.
+
+    Modules have no hook for this; ``copy`` asks the object for ``__deepcopy__`` before it does anything else.
+    """
+
+    def __init__(self, handle: MegabufHandle) -> None:
+        self._model = handle.model
+
+        def deep_copy(memo: dict[int, Any]) -> nn.Module:
+            if not handle.buffers.is_closed:
+                handle.buffers.sync_params()
+            own = handle.model.__dict__.pop("__deepcopy__")
+            try:
+                return copy.deepcopy(handle.model, memo)
+            finally:
+                handle.model.__dict__["__deepcopy__"] = own
+
+        self._model.__dict__["__deepcopy__"] = deep_copy
+
+    def remove(self) -> None:
+        self._model.__dict__.pop("__deepcopy__", None)
+
+
 def attach(
     model: nn.Module,
     config: MegabufConfig | None = None,
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    expert_process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> MegabufHandle:
     """Move the trainable parameters' gradients (and, sharded, their values) into contiguous buffers.
 
     Collective: every rank of ``process_group`` (default: the world) must call it with an equal model and config.
-    Without an initialized process group the model trains alone.
+    Without an initialized process group the model trains alone. Parameters with ``allreduce = False`` are experts (as
+    in Megatron): they have buffers of their own, reduced over ``expert_process_group``, the ranks of ``process_group``
+    that hold the same experts.
 
     Raises:
         TypeError: ``model`` is no module, or ``config`` no ``MegabufConfig``.
         ValueError: no trainable parameters, complex ones, several devices, attached twice, a rank outside of the group,
-            or ranks that differ; the message names the first difference.
+            expert parameters without their group, optimizer instances that do not divide the ranks, or ranks that
+            differ; the message names the first difference.
         NotImplementedError: models wrapped by DDP or FSDP2, tensor-subclass or meta parameters.
         RuntimeError: several processes were started but ``torch.distributed`` is not initialized.
     """
@@ -291,72 +361,81 @@ def attach(
         raise TypeError(f"config must be a MegabufConfig, got {type(config).__name__}")
     config = config.with_environment()
     group = _resolve_group(process_group)
-    timeout = _compat.group_timeout(group) if group is not None else None
+    expert_group = _resolve_group(expert_process_group) if expert_process_group is not None else None
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     problem: str | None = None
     error: Exception | None = None
     specs: list[ParamSpec] = []
     try:
-        check_model(model, named, config, [handle.buffers for handle in live_handles()])
+        check_model(model, named, [handle.buffers for handle in live_handles()])
         specs = [spec_of(name, param) for name, param in named]
+        check_groups(specs, config, group, expert_group)
     except (ValueError, NotImplementedError) as caught:
         # A rank whose model is refused tells the others first, so that none of them waits.
         problem, error = str(caught), caught
-    grad_comm = make_comm(group, name="megabuf_gradients", timeout=timeout)
-    param_comm = make_comm(group, name="megabuf_parameters", timeout=timeout)
+    timeout = _compat.group_timeout(group) if group is not None else None
+    dense = make_comm_pair(group, name="megabuf", timeout=timeout)
     try:
-        compare_ranks(grad_comm, problem, error, specs, config)
+        compare_ranks(dense.grads, problem, error, specs, config)
     except (ValueError, NotImplementedError):
-        grad_comm.close()
-        param_comm.close()
+        dense.close()
         raise
+    comms = _make_communicators(dense, config, specs, group, expert_group, timeout)
     if config.init_sync:
         for tensor in [*model.parameters(), *model.buffers()]:
-            param_comm.broadcast(tensor.detach())
-    plan, buffers = _build(config, specs, [param for _, param in named], grad_comm, param_comm)
+            is_expert = comms.expert is not None and not getattr(tensor, "allreduce", True)
+            comms.pair(is_expert=is_expert).params.broadcast(tensor.detach())
+    plan = _plan(config, specs, comms)
     if not plan.sharded:
-        # Nothing is gathered; it has served the broadcast.
-        param_comm.close()
+        # Nothing is gathered; they have served the broadcast.
+        comms.close_params()
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RuntimeOptions)}
+    buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options))
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group)
 
 
-def _build(
+def _make_communicators(
+    dense: CommPair,
     config: MegabufConfig,
     specs: Sequence[ParamSpec],
-    params: Sequence[nn.Parameter],
-    grad_comm: Comm,
-    param_comm: Comm,
-) -> tuple[BucketPlan, ModelBuffers]:
-    plan = plan_buckets(
+    group: dist.ProcessGroup | None,
+    expert_group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
+) -> Communicators:
+    """``dense`` joins all ranks; several optimizer instances take its place by communicators inside and across."""
+    instances = config.num_distributed_optimizer_instances
+    if instances > 1:
+        dense.close()
+        dense = make_comm_pair(group, name="megabuf", timeout=timeout, instances=instances)
+    if all(spec.allreduce for spec in specs):
+        return Communicators(dense, None, instances)
+    expert = make_comm_pair(expert_group, name="megabuf_expert", timeout=timeout, instances=instances)
+    return Communicators(dense, expert, instances)
+
+
+def _plan(config: MegabufConfig, specs: Sequence[ParamSpec], comms: Communicators) -> BucketPlan:
+    bucket_size = resolve_bucket_size(
+        bucket_size=config.bucket_size,
+        num_buckets=config.num_buckets,
+        numel=sum(spec.numel for spec in specs),
+        dp_size=comms.full_size(is_expert=False),
+        overlap_grad_reduce=config.overlap_grad_reduce,
+    )
+    if config.disable_bucketing or config.pipeline_parallel_rank > 0:
+        bucket_size = None
+    return plan_buckets(
         specs,
-        dp_size=grad_comm.size,
+        dp_size=comms.dense.grads.size,
+        expert_dp_size=comms.expert.grads.size if comms.expert is not None else None,
         sharded=config.use_distributed_optimizer,
-        bucket_size=resolve_bucket_size(
-            bucket_size=config.bucket_size,
-            num_buckets=config.num_buckets,
-            numel=sum(spec.numel for spec in specs),
-            dp_size=grad_comm.size,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-        ),
+        bucket_size=bucket_size,
         grad_reduce_in_fp32=config.grad_reduce_in_fp32,
         dense=config.dense_layout,
         pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+        force_single_bucket_group=config.disable_bucketing,
+        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
     )
-    # Semantics of Megatron's gradient scaling, dense parameters: average unless the caller divides by tokens.
-    is_prescaled = not (config.average_in_collective or config.calculate_per_token_loss)
-    buffers = ModelBuffers(
-        plan,
-        params,
-        grad_comm=grad_comm,
-        param_comm=param_comm,
-        scale=1.0 / grad_comm.size if is_prescaled else 1.0,
-        average=config.average_in_collective,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        find_unused_parameters=config.find_unused_parameters,
-    )
-    return plan, buffers
 
 
 def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

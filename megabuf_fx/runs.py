@@ -1,11 +1,11 @@
 """What the inner optimizer of ``DistributedOptimizer`` updates.
 
 [Note: runs]
-A rank owns ``1/dp`` of every bucket by elements. Neighbouring parameters of one param group, without padding between
-them, form a *run*; the inner optimizer sees few long runs instead of many small tensors. Elementwise updates do not
-care where one parameter ends, so results are those of the same optimizer on whole parameters. Padding is in no run.
-Optimizers count steps per tensor, so a run whose parameters have not all had the same steps cannot stay one: it is cut
-where the first difference appears, its state with it.
+A rank owns ``1/dp`` of every bucket by elements (all of it without sharding). Neighbouring parameters of one param
+group, without padding between them, form a *run*; the inner optimizer sees few long runs instead of many small tensors.
+Elementwise updates do not care where one parameter ends, so results are those of the same optimizer on whole
+parameters. Padding is in no run. Optimizers count steps per tensor, so a run whose parameters have not all had the same
+steps cannot stay one: it is cut where the first difference appears, its state with it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,36 @@ class Run:
     pieces: tuple[tuple[int, int], ...]
     """Parameter and number of elements, in buffer order."""
     master: nn.Parameter
-    """What the inner optimizer updates, 1-D fp32; for fp32 parameters a view of ``param_data``."""
+    """What the inner optimizer updates, 1-D fp32; for sharded fp32 parameters a view of ``param_data``."""
     grad: Tensor
     """View of ``grad_data``."""
-    param: Tensor
-    """View of ``param_data``."""
+    params: tuple[Tensor, ...]
+    """Flat views that hold the parameters' values one after the other: one of ``param_data`` when sharded, otherwise
+    one of each parameter."""
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether the master is the parameters themselves."""
+        return self.master.data_ptr() == self.params[0].data_ptr()
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the gradient is fp32, as the master is; then it is the master's gradient, not a copy."""
+        return self.grad.dtype == torch.float32
 
     def is_used(self, used: Sequence[bool]) -> bool:
         """Whether its parameters have gradients; all or none, after ``split_runs``."""
         return used[self.pieces[0][0]]
+
+    def write_params(self) -> None:
+        """Set the parameters to the master, rounded to their dtype."""
+        if not self.is_aliased:
+            torch._foreach_copy_(list(self.params), list(self.master.split([param.numel() for param in self.params])))
+
+    def read_params(self) -> None:
+        """Set the master to the parameters."""
+        if not self.is_aliased:
+            torch._foreach_copy_(list(self.master.split([param.numel() for param in self.params])), list(self.params))
 
 
 def make_runs(buffers: ModelBuffers, params: Iterable[nn.Parameter]) -> list[Run]:
@@ -64,16 +85,31 @@ def make_runs_of(buffers: ModelBuffers, spans: Iterable[Sequence[int]]) -> list[
     runs = []
     for number, start, end in spans:
         buffer = buffers.buffers[number]
-        if buffer.param_data is None:
-            raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
         index, pieces = first[number, start], []
         while index < len(owned) and owned[index][0] == number and owned[index][2] <= end:
             pieces.append((owned[index][3], owned[index][2] - owned[index][1]))
             index += 1
-        param = buffer.param_data[start:end]
-        master = nn.Parameter(param if param.dtype == torch.float32 else param.float())
-        runs.append(Run(number, start, end, tuple(pieces), master, buffer.grad_data[start:end], param))
+        if buffer.param_data is not None:
+            params: tuple[Tensor, ...] = (buffer.param_data[start:end],)
+        else:
+            params = tuple(_flat(buffers, param) for param, _ in pieces)
+        is_whole = buffer.param_data is not None and buffer.param_data.dtype == torch.float32
+        master = nn.Parameter(params[0] if is_whole else torch.cat([param.float() for param in params]))
+        runs.append(Run(number, start, end, tuple(pieces), master, buffer.grad_data[start:end], params))
     return runs
+
+
+def check_params(buffers: ModelBuffers, runs: Iterable[Run]) -> None:
+    """Raise when somebody replaced ``param.data`` of a parameter outside of any buffer: the run would miss it."""
+    if buffers.plan.sharded:
+        return
+    for run in runs:
+        for (param, _), view in zip(run.pieces, run.params):
+            if view.data_ptr() != buffers.params[param].data_ptr():
+                raise RuntimeError(
+                    f"the data of parameter '{buffers.plan.params[param].name}' was replaced after the optimizer was "
+                    "built; copy values into it instead (param.data.copy_(...)), or build a new optimizer"
+                )
 
 
 def split_runs(runs: Sequence[Run], used: Sequence[bool], state: MutableMapping[Any, Any]) -> list[Run]:
@@ -102,13 +138,24 @@ def _split(run: Run, used: Sequence[bool], state: MutableMapping[Any, Any]) -> l
             pieces,
             master,
             run.grad[offset:end],
-            run.param[offset:end],
+            _params_between(run, offset, end),
         )
         if entries:
             state[master] = {name: _slice_of(value, run.master, offset, end) for name, value in entries.items()}
         parts.append(part)
         offset = end
     return parts
+
+
+def _params_between(run: Run, start: int, end: int) -> tuple[Tensor, ...]:
+    """The parts of ``run.params`` that hold its elements ``[start, end)``."""
+    parts, offset = [], 0
+    for param in run.params:
+        low, high = max(start - offset, 0), min(end - offset, param.numel())
+        if low < high:
+            parts.append(param[low:high])
+        offset += param.numel()
+    return tuple(parts)
 
 
 def _slice_of(value: Any, master: Tensor, start: int, end: int) -> Any:
@@ -118,11 +165,23 @@ def _slice_of(value: Any, master: Tensor, start: int, end: int) -> Any:
     return value[start:end] if value.shape == master.shape and value.dim() == 1 else value.clone()
 
 
+def _flat(buffers: ModelBuffers, index: int) -> Tensor:
+    """A parameter outside of any buffer as ``[numel]``, in the order of its elements in memory."""
+    param = buffers.params[index].detach()
+    number, _ = buffers.locations[index]
+    if param.stride() != buffers.buffers[number].grad_views[index].stride():
+        raise ValueError(
+            f"parameter '{buffers.plan.params[index].name}' has strides {param.stride()}, so its elements share or "
+            "skip memory; make it contiguous, or attach with use_distributed_optimizer=True"
+        )
+    return param.as_strided((param.numel(),), (1,))
+
+
 def _owned_pieces(buffers: ModelBuffers) -> list[tuple[int, int, int, int]]:
-    """``(buffer, start, end, param)`` of everything this rank owns, in buffer order."""
-    comm = buffers.reducer.comm
-    return [
-        (number, piece.start, piece.end, piece.param)
-        for number, buffer in enumerate(buffers.buffers)
-        for piece in compute_shard_ranges(buffer.layout, dp_size=comm.size, dp_rank=comm.rank)
-    ]
+    """``(buffer, start, end, param)`` of everything this rank updates, in buffer order."""
+    pieces: list[tuple[int, int, int, int]] = []
+    for number, (buffer, channel) in enumerate(zip(buffers.buffers, buffers.reducer.channels)):
+        size, rank = (channel.comm.size, channel.comm.rank) if buffers.plan.sharded else (1, 0)
+        ranges = compute_shard_ranges(buffer.layout, dp_size=size, dp_rank=rank)
+        pieces.extend((number, piece.start, piece.end, piece.param) for piece in ranges)
+    return pieces

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from megabuf_fx.runtime.buffers import ParamGradBuffer
 from megabuf_fx.runtime.collectives import Comm, PendingWork
 from megabuf_fx.runtime.plan import Bucket, BucketPlan
+from megabuf_fx.runtime.scaling import GradScaling
+from megabuf_fx.runtime.transports import ReduceScatter
 
 
 class GradPhase(enum.Enum):
@@ -39,22 +42,26 @@ class ParamPhase(enum.Enum):
     GATHERING = "gathering"
 
 
+class GradChannel(NamedTuple):
+    """How the gradients of one buffer travel."""
+
+    comm: Comm
+    reduce_scatter: ReduceScatter
+    scaling: GradScaling
+
+
 class GradReducer:
-    """Starts and finishes the gradient collectives of all bucket groups.
+    """Starts and finishes the gradient collectives of all bucket groups; ``channels`` has one entry per buffer."""
 
-    ``scale`` multiplies a bucket in place before its collective (Megatron ``gradient_scaling_factor``, semantics §5);
-    ``average`` lets the collective divide instead.
-    """
-
-    def __init__(
-        self, plan: BucketPlan, buffers: Sequence[ParamGradBuffer], comm: Comm, *, scale: float, average: bool
-    ) -> None:
+    def __init__(self, plan: BucketPlan, buffers: Sequence[ParamGradBuffer], channels: Sequence[GradChannel]) -> None:
         self.plan = plan
         self.buffers = buffers
-        self.comm = comm
-        self.scale = scale
-        self.average = average
+        self.channels = channels
+        self.force_all_reduce = False
+        """Sharded: give every rank complete gradients (Megatron ``force_all_reduce``). Read when a group starts."""
         self.phases = [GradPhase.OPEN] * len(plan.groups)
+        self.is_complete = [False] * len(plan.groups)
+        """Groups that were all-reduced since the last reset: every rank holds all of their gradients."""
         self._queued = [False] * len(plan.groups)
         self._next = 0
         self._works: dict[int, list[PendingWork]] = {}
@@ -78,11 +85,18 @@ class GradReducer:
         """Whether the group was started (or queued) since the last reset: its gradients are final."""
         return self._queued[group]
 
+    @property
+    def has_started(self) -> bool:
+        """Whether any group was started since the last reset."""
+        return any(self._queued)
+
     def wait(self, group: int) -> None:
         """Wait for the group's reduction; a group that is not in flight is left alone."""
         if self.phases[group] is GradPhase.REDUCING:
             for work in self._works.pop(group):
                 work.wait()
+            for bucket in self.plan.groups[group].buckets:
+                self.buffers[bucket.buffer].restore_promoted(bucket.params)
             self.phases[group] = GradPhase.REDUCED
 
     def reset(self) -> None:
@@ -91,6 +105,7 @@ class GradReducer:
             self.wait(group)
             self.phases[group] = GradPhase.OPEN
             self._queued[group] = False
+            self.is_complete[group] = False
         self._next = 0
 
     def reduce_again(self, group: int) -> None:
@@ -104,34 +119,50 @@ class GradReducer:
 
     def grad_shard(self, bucket: Bucket) -> Tensor:
         """The gradient that this rank owns of ``bucket``."""
-        buffer = self.buffers[bucket.buffer]
-        return buffer.shard(buffer.grad_data, bucket.index, dp_size=self.comm.size, dp_rank=self.comm.rank)
+        buffer, comm = self.buffers[bucket.buffer], self.channels[bucket.buffer].comm
+        return buffer.shard(buffer.grad_data, bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
     def reduced_part(self, bucket: Bucket) -> Tensor:
         """The part of ``bucket`` that holds reduced gradients: this rank's shard, or all of it."""
         return self.grad_shard(bucket) if self.plan.sharded else self.full_grad(bucket)
 
     def _launch(self, group: int) -> None:
+        is_scattered = self.plan.sharded and not self.force_all_reduce
         works = []
         for bucket in self.plan.groups[group].buckets:
+            self.buffers[bucket.buffer].round_promoted(bucket.params)
+            comm, reduce_scatter, scaling = self.channels[bucket.buffer]
             full = self.full_grad(bucket)
-            if self.scale != 1.0:
-                full.mul_(self.scale)
-            if self.plan.sharded:
-                works.append(self.comm.reduce_scatter(self.grad_shard(bucket), full, average=self.average))
+            if scaling.factor != 1:
+                full.mul_(float(scaling.factor))
+            if is_scattered:
+                works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
             else:
-                works.append(self.comm.all_reduce(full, average=self.average))
+                works.append(comm.all_reduce(full, average=scaling.average))
         self._works[group] = works
         self.phases[group] = GradPhase.REDUCING
+        self.is_complete[group] = not is_scattered
 
 
 class ParamGatherer:
-    """Starts and finishes the all-gathers of updated parameters (sharded mode only)."""
+    """Starts and finishes the all-gathers of updated parameters (sharded mode only); ``comms`` by buffer.
 
-    def __init__(self, plan: BucketPlan, buffers: Sequence[ParamGradBuffer], comm: Comm) -> None:
+    ``prefetch`` bounds the gathers in flight beyond the one that is waited for: None starts all at once, 1 is
+    Megatron's chain, 0 starts each one only when it is needed.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        buffers: Sequence[ParamGradBuffer],
+        comms: Sequence[Comm],
+        *,
+        prefetch: int | None = None,
+    ) -> None:
         self.plan = plan
         self.buffers = buffers
-        self.comm = comm
+        self.comms = comms
+        self.prefetch = prefetch
         self.phases = [ParamPhase.CURRENT] * len(plan.groups)
         self._works: dict[int, list[PendingWork]] = {}
 
@@ -145,21 +176,23 @@ class ParamGatherer:
             raise RuntimeError("parameters were updated while they were being gathered; call wait_all() first")
         self.phases = [ParamPhase.STALE] * len(self.phases)
 
+    def start_ahead(self) -> None:
+        """Start as many gathers as may be in flight before anything is waited for."""
+        if self.prefetch != 0:
+            self._start_down_to(0 if self.prefetch is None else len(self.phases) - self.prefetch)
+
     def start_all(self) -> None:
         """Start the gather of every stale group, head of the model first."""
-        for group in reversed(range(len(self.phases))):
-            if self.phases[group] is ParamPhase.STALE:
-                self._works[group] = [self._gather(bucket) for bucket in self.plan.groups[group].buckets]
-                self.phases[group] = ParamPhase.GATHERING
+        self._start_down_to(0)
 
     def wait(self, group: int) -> None:
         """Make the group's parameters current; all stale predecessors are started first."""
-        if self.phases[group] is ParamPhase.STALE:
-            self.start_all()
-        if self.phases[group] is ParamPhase.GATHERING:
-            for work in self._works.pop(group):
-                work.wait()
-            self.phases[group] = ParamPhase.CURRENT
+        if self.phases[group] is ParamPhase.CURRENT:
+            return
+        self._start_down_to(0 if self.prefetch is None else group - self.prefetch)
+        for work in self._works.pop(group):
+            work.wait()
+        self.phases[group] = ParamPhase.CURRENT
 
     def wait_all(self) -> None:
         """Make every parameter current."""
@@ -171,16 +204,31 @@ class ParamGatherer:
     def is_current(self) -> bool:
         return all(phase is ParamPhase.CURRENT for phase in self.phases)
 
+    def fill_stale(self, value: float) -> None:
+        """Overwrite what other ranks own of every stale group."""
+        for group, phase in zip(self.plan.groups, self.phases):
+            for bucket in group.buckets if phase is ParamPhase.STALE else ():
+                own = self.param_shard(bucket)
+                kept = own.clone()
+                self._full(bucket).fill_(value)
+                own.copy_(kept)
+
     def param_shard(self, bucket: Bucket) -> Tensor:
         """The parameters that this rank owns of ``bucket``."""
-        buffer = self.buffers[bucket.buffer]
-        if buffer.param_data is None:
-            raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
-        return buffer.shard(buffer.param_data, bucket.index, dp_size=self.comm.size, dp_rank=self.comm.rank)
+        buffer, comm = self.buffers[bucket.buffer], self.comms[bucket.buffer]
+        assert buffer.param_data is not None
+        return buffer.shard(buffer.param_data, bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
-    def _gather(self, bucket: Bucket) -> PendingWork:
-        buffer = self.buffers[bucket.buffer]
-        if buffer.param_data is None:
-            raise RuntimeError("parameters live in a buffer only with use_distributed_optimizer=True")
-        full = buffer.param_data[bucket.start : bucket.end]
-        return self.comm.all_gather(full, self.param_shard(bucket))
+    def _start_down_to(self, last: int) -> None:
+        for group in reversed(range(max(last, 0), len(self.phases))):
+            if self.phases[group] is ParamPhase.STALE:
+                self._works[group] = [
+                    self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
+                    for bucket in self.plan.groups[group].buckets
+                ]
+                self.phases[group] = ParamPhase.GATHERING
+
+    def _full(self, bucket: Bucket) -> Tensor:
+        data = self.buffers[bucket.buffer].param_data
+        assert data is not None
+        return data[bucket.start : bucket.end]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,23 @@ class ParamGradBuffer:
 
     ``grad_data``: ``[numel]`` of ``grad_dtype``, zero at first; its padding stays zero.
     ``param_data``: ``[numel]`` of ``param_dtype``, only when sharded; then every ``param.data`` is a view of it.
+    ``promoted`` are the parameters that accumulate in an fp32 tensor of their own, see [Note: fp32 local accumulation].
     """
 
+    # [Note: fp32 local accumulation]
+    # Gradients of chosen parameters are summed over micro-batches in fp32 although the buffer, and what is sent, has 16
+    # bits (Megatron ``param_name_patterns_for_fp32_local_accumulation``, semantics §9). ``main_grad`` then is a tensor
+    # of its own; it is rounded into the buffer when the bucket is sent and read back after. Nobody reads it before it
+    # was written: the first gradient of a step overwrites it.
+
     def __init__(
-        self, layout: BufferLayout, params: Sequence[nn.Parameter], *, device: torch.device, sharded: bool
+        self,
+        layout: BufferLayout,
+        params: Sequence[nn.Parameter],
+        *,
+        device: torch.device,
+        sharded: bool,
+        promoted: Collection[int] = (),
     ) -> None:
         self.layout = layout
         self.params = {index: params[index] for index in layout.params}
@@ -30,14 +43,20 @@ class ParamGradBuffer:
         self._strides = {i: torch.empty_like(param, device="meta").stride() for i, param in self.params.items()}
         self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
         self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device) if sharded else None
-        self.main_grads = {index: self._view(self.grad_data, index) for index in layout.params}
-        """View of ``grad_data`` of each parameter, in its shape and memory format; ``param.main_grad`` itself."""
+        self.grad_views = {index: self._view(self.grad_data, index) for index in layout.params}
+        """View of ``grad_data`` of each parameter, in its shape and memory format."""
+        self.promoted = tuple(index for index in layout.params if index in promoted)
+        self.main_grads = {
+            index: torch.zeros_like(view, dtype=torch.float32) if index in promoted else view
+            for index, view in self.grad_views.items()
+        }
+        """Where gradients accumulate, ``param.main_grad`` itself: the view, or an fp32 tensor of its own."""
         for index, param in self.params.items():
             if self.param_data is not None:
                 view = self._view(self.param_data, index)
                 view.copy_(param.data)
                 param.data = view
-            bind_main_grad(param, self.main_grads[index])
+            bind_main_grad(param, self.main_grads[index], self.grad_views[index])
 
     def _view(self, data: Tensor, index: int) -> Tensor:
         slot, param = self.slots[index], self.params[index]
@@ -47,6 +66,18 @@ class ParamGradBuffer:
         """The slice of ``data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""
         start, end = shard_bounds(self.layout.buckets[bucket], dp_size, dp_rank)
         return data[start:end]
+
+    def round_promoted(self, params: Collection[int]) -> None:
+        """Put the fp32 sums of ``params`` into the buffer, as far as they have such."""
+        for index in self.promoted:
+            if index in params:
+                self.grad_views[index].copy_(self.main_grads[index])
+
+    def restore_promoted(self, params: Collection[int]) -> None:
+        """Read the gradients of ``params`` back into their fp32 tensors."""
+        for index in self.promoted:
+            if index in params:
+                self.main_grads[index].copy_(self.grad_views[index])
 
     def release(self) -> None:
         """Give every parameter storage of its own again and drop the gradient views."""

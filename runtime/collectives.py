@@ -7,7 +7,8 @@ A ``Comm`` starts a collective and returns a ``PendingWork``; ``wait()`` makes t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -30,11 +31,14 @@ class PendingWork(NamedTuple):
 class Comm(Protocol):
     """Data-parallel collectives of one communicator.
 
-    ``average`` divides by ``size`` as part of the collective (Megatron ``average_in_collective``), otherwise sums.
+    ``average`` divides by the number of ranks as part of the collective (Megatron ``average_in_collective``), otherwise
+    sums.
     """
 
     size: int
+    """Ranks that share a bucket, each with a shard of its own."""
     rank: int
+    """Which of the shards is this rank's."""
 
     def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork: ...
 
@@ -42,14 +46,20 @@ class Comm(Protocol):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork: ...
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
+        ...
+
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         """Elementwise maximum over the group, in place."""
         ...
 
-    def all_gather_object(self, value: object) -> list[object]: ...
+    def all_gather_object(self, value: object) -> list[object]:
+        """One value per rank of the group, in rank order; blocks."""
+        ...
 
     def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
-        """Sum or maximum of a 0-dim tensor over the group; in place, made visible before it returns."""
+        """Sum or maximum of a 0-dim tensor over the ranks that share a bucket; in place, visible when it returns."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -82,6 +92,10 @@ class LocalComm:
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         return PendingWork(_nothing, ())
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        received.copy_(sent)
+        return PendingWork(_nothing, ())
+
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         return PendingWork(_nothing, ())
 
@@ -110,26 +124,26 @@ class FakeComm(LocalComm):
 
 
 class ProcessGroupComm:
-    """``torch.distributed`` on a communicator of its own, created from ``group`` and destroyed by ``close``.
+    """``torch.distributed`` on a communicator of its own over ``ranks`` (of the world), destroyed by ``close``.
 
     A communicator of its own keeps our order of collectives apart from the user's, and gradients apart from gathers.
-    Every rank of ``group`` must create it; for a group of all ranks, every rank of the world.
+    Every one of ``ranks`` must create it; for all ranks, every rank of the world.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str, timeout: timedelta | None) -> None:
-        self.size = group.size()
-        self.rank = group.rank()
+    def __init__(self, ranks: Sequence[int], *, name: str, timeout: timedelta | None) -> None:
+        self.size = len(ranks)
+        self.rank = list(ranks).index(dist.get_rank())
         self.name = name
         # Other ranks do not take part in creating a sub-group, so torch names it by a hash of its ranks and of the
         # number of live groups. After a destroy that name comes back, finds the old keys in the store, and hangs: a
         # sub-group is therefore kept until the process group itself is destroyed.
-        self._is_subgroup = group.size() < dist.get_world_size()
-        self._group: dist.ProcessGroup | None = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout,
-            use_local_synchronization=self._is_subgroup,
-            group_desc=name,
-        )
+        self._is_subgroup = len(ranks) < dist.get_world_size()
+        make = functools.partial(dist.new_group, list(ranks), timeout=timeout, group_desc=name)
+        self._group: dist.ProcessGroup | None = _new_subgroup(make) if self._is_subgroup else make()
+
+    @property
+    def is_gloo(self) -> bool:
+        return dist.get_backend(self.group) == "gloo"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -155,6 +169,10 @@ class ProcessGroupComm:
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard))
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return PendingWork(_waiter(work), (received, sent))
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -189,6 +207,21 @@ class ProcessGroupComm:
         self._group = None
 
 
+def _new_subgroup(make: Callable[..., dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A group that its own ranks create, without the others.
+
+    A group of the same ranks that is kept may have the name that torch makes up, because the number of live groups has
+    come back since. All of its ranks see that alike, so each creates a group of itself, which changes the number.
+    """
+    while True:
+        try:
+            return make(use_local_synchronization=True)
+        except ValueError as error:
+            if "already been created" not in str(error):
+                raise
+            dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="megabuf_count")
+
+
 def _reduce_op(average: bool) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
@@ -197,12 +230,3 @@ def _waiter(work: dist.Work | None) -> Callable[[], object]:
     if work is None:
         raise RuntimeError("this rank is not a member of the process group")
     return work.wait
-
-
-def make_comm(group: dist.ProcessGroup | None, *, name: str, timeout: timedelta | None = None) -> Comm:
-    """The transport for ``group``; None is a single process. ``timeout`` is that of every collective."""
-    if group is None or group.size() == 1:
-        return LocalComm()
-    if dist.get_backend(group) == "fake":
-        return FakeComm(group.size(), group.rank())
-    return ProcessGroupComm(group, name=name, timeout=timeout)

@@ -8,54 +8,86 @@ Slots that the step did not write are zeroed just before; nothing else is ever z
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabuf_fx.runtime.bucket_groups import GradReducer, ParamGatherer
+from megabuf_fx.runtime.bucket_groups import GradChannel, GradReducer, ParamGatherer
 from megabuf_fx.runtime.buffers import ParamGradBuffer
-from megabuf_fx.runtime.collectives import Comm
 from megabuf_fx.runtime.flags import was_added_outside
+from megabuf_fx.runtime.grad_checks import GradChecks
+from megabuf_fx.runtime.late_gradients import LateGradients
+from megabuf_fx.runtime.layout import BufferKey
 from megabuf_fx.runtime.ops import register_target, unregister_target
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.scaling import grad_scaling
 from megabuf_fx.runtime.step_state import StepState
+from megabuf_fx.runtime.transports import Communicators, choose_reduce_scatter
 from megabuf_fx.runtime.usage import UsageExchange
 
 
-class ModelBuffers:
-    """Buffers of one model, in the registry that graphs refer to (a ``SyncTarget``).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeOptions:
+    """What the running model needs of the user's config; fields as in ``MegabufConfig``."""
 
-    ``grad_comm`` and ``param_comm`` are communicators of their own. ``scale`` and ``average`` as in ``GradReducer``.
-    """
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    overlap_param_gather_with_optimizer_step: bool = False
+    param_gather_prefetch: int | None = None
+    find_unused_parameters: bool = True
+    average_in_collective: bool = False
+    calculate_per_token_loss: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    debug_nan_stale_params: bool = False
+
+
+class ModelBuffers:
+    """Buffers of one model, in the registry that graphs refer to (a ``SyncTarget``)."""
 
     def __init__(
-        self,
-        plan: BucketPlan,
-        params: Sequence[nn.Parameter],
-        *,
-        grad_comm: Comm,
-        param_comm: Comm,
-        scale: float,
-        average: bool,
-        overlap_grad_reduce: bool,
-        overlap_param_gather: bool,
-        find_unused_parameters: bool,
+        self, plan: BucketPlan, params: Sequence[nn.Parameter], comms: Communicators, options: RuntimeOptions
     ) -> None:
         self.plan = plan
         self.params = list(params)
         self._index = {id(param): index for index, param in enumerate(params)}
         self.locations = plan.locations
         self.group_of = plan.group_of_param
-        self.overlap_grad_reduce = overlap_grad_reduce
-        self.overlap_param_gather = overlap_param_gather
+        self.comms = comms
+        self.comm = comms.dense.grads
+        """Joins all ranks; everything but the collectives of expert buckets runs on it."""
+        self.options = options
+        self.overlap_param_gather = options.overlap_param_gather
         device = params[0].device
-        self.buffers = [ParamGradBuffer(layout, params, device=device, sharded=plan.sharded) for layout in plan.layouts]
+        promoted = _find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
+        self.buffers = [
+            ParamGradBuffer(layout, params, device=device, sharded=plan.sharded, promoted=promoted)
+            for layout in plan.layouts
+        ]
         self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
+        self.publishes_grad = not plan.sharded and all(
+            main_grad.dtype == spec.dtype for main_grad, spec in zip(self.main_grads, plan.params)
+        )
+        """After the reduction ``.grad`` is ``main_grad``, so that any optimizer finds it."""
         self.token = torch.zeros(1, device=device)
-        self.reducer = GradReducer(plan, self.buffers, grad_comm, scale=scale, average=average)
-        self.gatherer = ParamGatherer(plan, self.buffers, param_comm) if plan.sharded else None
+        self.reducer = GradReducer(plan, self.buffers, [self._channel(layout.key) for layout in plan.layouts])
+        self.gatherer = (
+            ParamGatherer(
+                plan,
+                self.buffers,
+                [comms.pair(is_expert=layout.key.is_expert_parallel).params for layout in plan.layouts],
+                prefetch=options.param_gather_prefetch,
+            )
+            if plan.sharded
+            else None
+        )
         self.state = StepState(plan)
         # Held, because autograd keeps the node of a leaf only while somebody does.
         self.accumulate_nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
@@ -67,20 +99,53 @@ class ModelBuffers:
         self.is_compiled = False
         """Some compiled graph uses this model."""
         self.is_closed = False
+        self.resets = 0
+        """How often a new step began: what was derived from gradients of an earlier one is void."""
         self._backward_id = -1
         self._is_reduced = False
-        """Not sharded: nothing was accumulated since the last reduction."""
+        """``publishes_grad``: nothing was accumulated since the last reduction."""
         self._is_reduced_before = False
         """The same, when the running backward began."""
         self._untouched_id = -1
-        self._usage = UsageExchange(grad_comm, len(self.params), device) if find_unused_parameters else None
+        self._usage = self._usage_exchanges(device) if options.find_unused_parameters else []
+        checks = options.check_for_nan_in_grad or options.check_for_large_grads
+        self._checks = (
+            GradChecks(plan, self.comm, device, nan=options.check_for_nan_in_grad, large=options.check_for_large_grads)
+            if checks
+            else None
+        )
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
         """Parameters that a graph wrote and whose AccumulateGrad node has not run since."""
-        self._late: dict[int, Tensor] = {}
-        self._has_agreed_on_late = False
+        self._late = LateGradients(self.reducer, self.comm, self.main_grads)
         self.handle = register_target(self)
+
+    def _channel(self, key: BufferKey) -> GradChannel:
+        comm = self.comms.pair(is_expert=key.is_expert_parallel).grads
+        options = self.options
+        return GradChannel(
+            comm,
+            choose_reduce_scatter(
+                comm, key.grad_dtype, with_fp32_accumulation=options.reduce_scatter_with_fp32_accumulation
+            ),
+            grad_scaling(
+                dp_size=self.comms.full_size(is_expert=False),
+                expert_dp_size=self.comms.full_size(is_expert=True) if key.is_expert_parallel else 1,
+                is_expert=key.is_expert_parallel,
+                average_in_collective=options.average_in_collective,
+                calculate_per_token_loss=options.calculate_per_token_loss,
+            ),
+        )
+
+    def _usage_exchanges(self, device: torch.device) -> list[UsageExchange]:
+        exchanges = []
+        for is_expert in (False, True):
+            params = [index for index, spec in enumerate(self.plan.params) if spec.allreduce is not is_expert]
+            if params:
+                # Expert parameters of one name are different ones on ranks with other experts.
+                exchanges.append(UsageExchange(self.comms.pair(is_expert=is_expert).grads, params, device))
+        return exchanges
 
     # What graphs call.
 
@@ -92,6 +157,8 @@ class ModelBuffers:
         for param in self.plan.groups[group].params:
             if not self.state.written[param]:
                 self.main_grads[param].zero_()
+        if self._checks is not None:
+            self._checks.look(group, self.main_grads)
         self._started_in[group] = self._backward_id
         self.reducer.start(group)
 
@@ -110,16 +177,17 @@ class ModelBuffers:
     def before_forward(self, *, in_backward: bool) -> None:
         """Start the gathers that the last step left; graphs wait for them bucket by bucket.
 
-        Not sharded, nobody tells that a backward was aborted by an exception: reductions that it started and that its
-        end did not finish are dropped here. ``in_backward`` is for recomputation, which happens inside a backward.
+        Where ``.grad`` is published, nobody tells that a backward was aborted by an exception: reductions that it
+        started and that its end did not finish are dropped here. ``in_backward`` is for recomputation, which happens
+        inside a backward.
         """
         if self.is_closed:
             raise RuntimeError(
                 "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
             )
-        if self.gatherer is not None:
-            self.gatherer.start_all()
-        elif not in_backward and any(self.reducer.is_started(group) for group in range(len(self.plan.groups))):
+        if self.gatherer is not None and not self.options.align_param_gather:
+            self.gatherer.start_ahead()
+        if self.publishes_grad and not in_backward and self.reducer.has_started:
             self.reducer.reset()
             self.state.reopen()
             self._in_flight.clear()
@@ -130,11 +198,11 @@ class ModelBuffers:
             self._backward_id = backward_id
             self.state.is_unsynced = self.no_sync_depth > 0
             self._is_reduced_before, self._is_reduced = self._is_reduced, False
-            if not self.plan.sharded:
+            if self.publishes_grad:
                 self._notice_zeroed()
 
     def _notice_zeroed(self) -> None:
-        """Not sharded, any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
+        """Any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
         for index, param in enumerate(self.params):
             if param.grad is None and index not in self._in_flight:
                 self.state.written[index] = False
@@ -142,9 +210,9 @@ class ModelBuffers:
     def prepare_graph_write(self, param: int) -> None:
         """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.
 
-        Not sharded, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
+        Where it is published, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
         """
-        if self.plan.sharded:
+        if not self.publishes_grad:
             return
         self._refuse_second_sum(param)
         grad, main_grad = self.params[param].grad, self.main_grads[param]
@@ -165,8 +233,8 @@ class ModelBuffers:
         self._untouched_id = self._backward_id
 
     def _refuse_second_sum(self, param: int) -> None:
-        """Without sharding, gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
-        is_sum = self.reducer.scale == 1.0 and not self.reducer.average and self.reducer.comm.size > 1
+        """Published gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
+        is_sum = self.options.calculate_per_token_loss and self.comm.size > 1
         if is_sum and self._is_reduced_before and self.params[param].grad is not None:
             raise RuntimeError(
                 f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over "
@@ -197,16 +265,16 @@ class ModelBuffers:
                 "dense gradients only (build the embedding with sparse=False)"
             )
         if grad is not None and grad.data_ptr() != self.main_grads[param].data_ptr():
-            if not self.plan.sharded and self._graph_wrote_in[param] != self._backward_id:
+            if self.publishes_grad and self._graph_wrote_in[param] != self._backward_id:
                 # Autograd made a new tensor, so .grad was None: the user has zeroed.
                 self.state.written[param] = False
             self.add_eager_gradient(param, grad)
             tensor.grad = None
         elif grad is not None:
-            # Autograd has added in place: .grad is the buffer view (not sharded).
+            # Autograd has added in place: .grad is published, the buffer view.
             self._refuse_second_sum(param)
             self.state.written[param] = True
-        if not self.plan.sharded and self.state.written[param]:
+        if self.publishes_grad and self.state.written[param]:
             tensor.grad = self.main_grads[param]
         self._arrive(param)
 
@@ -238,7 +306,7 @@ class ModelBuffers:
             if self.is_compiled:
                 self.state.eager_groups.add(group)
         if self.reducer.is_started(group):
-            self._take_late(param, grad)
+            self._late.take(param, grad)
         elif self.state.written[param]:
             self.main_grads[param].add_(grad)
         else:
@@ -252,8 +320,8 @@ class ModelBuffers:
         self.state.mark_arrived(param)
         group = self.group_of[param]
         if (
-            self.overlap_grad_reduce
-            and self.state.is_complete(group)
+            self.options.overlap_grad_reduce
+            and self.state.is_complete(group, by_count=not self.is_compiled)
             and not self.reducer.is_started(group)
             and not self.state.is_awaited((self.handle, group))
         ):
@@ -280,45 +348,72 @@ class ModelBuffers:
             if not self.reducer.is_started(group):
                 self.start_grad_sync(group)
 
-    def finish_grad_sync(self) -> None:
-        """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset."""
-        self.reducer.comm.check_alive()
+    def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
+        """Reduce what is left and wait for everything. Calling it again changes nothing until the next reset.
+
+        Raises:
+            RuntimeError: NaN or Inf was found; complete gradients are wanted of a group that was reduce-scattered.
+        """
+        self.comm.check_alive()
         if self._is_reduced and any(param.grad is not None for param in self.params):
             return
-        self.start_grad_syncs()
-        if self._usage is not None:
-            self._usage.start(self._used_here())
+        self._start_remaining(force_all_reduce=force_all_reduce)
+        for exchange in self._usage:
+            exchange.start(self._used_here())
         for group in range(len(self.plan.groups)):
             self.reducer.wait(group)
-        self._reduce_late()
+        self._late.reduce()
         self.state.is_unsynced = False
+        if self._checks is not None:
+            self._checks.report()
+
+    def _start_remaining(self, *, force_all_reduce: bool) -> None:
+        reducer = self.reducer
+        if force_all_reduce and self.plan.sharded:
+            for group in range(len(self.plan.groups)):
+                if reducer.is_started(group) and not reducer.is_complete[group]:
+                    raise RuntimeError(
+                        f"finish_grad_sync(force_all_reduce=True), but bucket {group} was already reduce-scattered "
+                        "inside the backward; set buf.force_all_reduce = True before the backward"
+                    )
+        before = reducer.force_all_reduce
+        reducer.force_all_reduce = before or force_all_reduce
+        try:
+            self.start_grad_syncs()
+        finally:
+            reducer.force_all_reduce = before
 
     def used_params(self) -> list[bool]:
         """Which parameters got a gradient on some rank, after ``finish_grad_sync``.
 
-        Without ``find_unused_parameters`` all did when sharded, and those that this rank wrote otherwise.
+        Without ``find_unused_parameters`` those that this rank wrote where ``.grad`` is published, otherwise all.
         """
-        if self._usage is not None:
-            return self._usage.wait()
-        return [True] * len(self.params) if self.plan.sharded else self._used_here()
+        if not self._usage:
+            return self._used_here() if self.publishes_grad else [True] * len(self.params)
+        used = [False] * len(self.params)
+        for exchange in self._usage:
+            for param, is_used in zip(exchange.params, exchange.wait()):
+                used[param] = is_used
+        return used
 
     def _used_here(self) -> list[bool]:
-        if self.plan.sharded:
-            return list(self.state.written)
-        return [param.grad is not None for param in self.params]
+        if self.publishes_grad:
+            return [param.grad is not None for param in self.params]
+        return list(self.state.written)
 
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
+        self.resets += 1
         self.reducer.reset()
         self.state.reset()
-        if self._usage is not None:
-            self._usage.reset()
+        for exchange in self._usage:
+            exchange.reset()
         self._is_reduced = False
         self._in_flight.clear()
-        self._late.clear()
+        self._late.forget()
 
     def reopen(self) -> None:
-        """Allow further accumulation on top of reduced gradients (non-sharded: they are equal on all ranks)."""
+        """Allow further accumulation on top of published gradients, which are equal on all ranks."""
         self.reducer.reset()
         self.state.reopen()
         self._is_reduced = True
@@ -332,12 +427,15 @@ class ModelBuffers:
         if self.gatherer is None:
             return
         self.gatherer.mark_stale()
+        if self.options.debug_nan_stale_params:
+            self.gatherer.fill_stale(float("nan"))
         if not self.overlap_param_gather:
             self.gatherer.wait_all()
-        elif self.state.eager_groups:
+            return
+        if self.options.overlap_param_gather_with_optimizer_step or self.state.eager_groups:
             self.gatherer.start_all()
-            for group in sorted(self.state.eager_groups, reverse=True):
-                self.gatherer.wait(group)
+        for group in sorted(self.state.eager_groups, reverse=True):
+            self.gatherer.wait(group)
 
     def sync_params(self) -> None:
         """Make every parameter current."""
@@ -352,42 +450,15 @@ class ModelBuffers:
         unregister_target(self.handle)
         for buffer in self.buffers:
             buffer.release()
-        self.reducer.comm.close()
-        if self.gatherer is not None:
-            self.gatherer.comm.close()
+        self.comms.close()
 
-    # [Note: late gradients]
-    # Until the first step has shown it, nobody knows that a parameter of a compiled graph also gets gradients from
-    # eager code (a weight penalty in the loss, say), so its bucket may have been reduced before they come. In the first
-    # step they are kept aside and reduced on their own; the ranks agree once on the buckets concerned. From then on
-    # those parameters' buckets are left to the host. A new eager contribution in a later step is refused.
 
-    def _take_late(self, param: int, grad: Tensor) -> None:
-        if self._has_agreed_on_late:
-            name, group = self.plan.params[param].name, self.group_of[param]
-            raise RuntimeError(
-                f"parameter '{name}' got a gradient from outside the compiled graph after its bucket {group} was "
-                "reduced inside it, for the first time in this run. From now on the bucket is reduced later; repeat "
-                "this step, or run the first such backward under `with buf.no_sync()` followed by "
-                "`buf.finish_grad_sync()`"
-            )
-        self._late[param] = grad.clone()
-
-    def _reduce_late(self) -> None:
-        if self._has_agreed_on_late:
-            return
-        self._has_agreed_on_late = True
-        mine = sorted({self.group_of[param] for param in self._late})
-        answers = self.reducer.comm.all_gather_object(mine)
-        for group in sorted({group for answer in answers if isinstance(answer, list) for group in answer}):
-            results = [self.reducer.reduced_part(bucket) for bucket in self.plan.groups[group].buckets]
-            kept = [part.clone() for part in results]
-            for bucket in self.plan.groups[group].buckets:
-                self.reducer.full_grad(bucket).zero_()
-            for param in self.plan.groups[group].params:
-                if param in self._late:
-                    self.main_grads[param].copy_(self._late[param])
-            self.reducer.reduce_again(group)
-            for part, before in zip(results, kept):
-                part.add_(before)
-        self._late.clear()
+def _find_promoted(plan: BucketPlan, patterns: Sequence[str]) -> set[int]:
+    """Parameters whose name matches a shell pattern (``all`` matches each) and whose buffer is not fp32 anyway."""
+    return {
+        index
+        for layout in plan.layouts
+        for index in layout.params
+        if layout.key.grad_dtype != torch.float32
+        and any(pattern == "all" or fnmatch.fnmatch(plan.params[index].name, pattern) for pattern in patterns)
+    }

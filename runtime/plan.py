@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from megabuf_fx.runtime.layout import (
+    BufferKey,
     BufferLayout,
     LayoutPolicy,
     ParamSlot,
@@ -20,6 +21,7 @@ from megabuf_fx.runtime.layout import (
     compute_buffer_layout,
     group_params_for_buffers,
 )
+from megabuf_fx.runtime.partition import partition_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,16 @@ class BucketPlan:
     layouts: tuple[BufferLayout, ...]
     groups: tuple[BucketGroup, ...]
     dp_size: int
+    """Ranks that share a dense bucket: those of one optimizer instance."""
+    expert_dp_size: int
+    """The same of expert buckets."""
     sharded: bool
     aligned: bool
     """Every parameter view is aligned and may enter a graph by itself."""
+
+    def dp_size_of(self, key: BufferKey) -> int:
+        """Ranks that share a bucket of the buffer with this key."""
+        return self.expert_dp_size if key.is_expert_parallel else self.dp_size
 
     @property
     def locations(self) -> tuple[tuple[int, ParamSlot], ...]:
@@ -95,34 +104,65 @@ def plan_buckets(
     sharded: bool,
     bucket_size: int | None,
     grad_reduce_in_fp32: bool,
+    expert_dp_size: int | None = None,
     dense: bool = False,
     pad_for_high_busbw: bool = False,
+    force_single_bucket_group: bool = False,
+    reduce_scatter_with_fp32_accumulation: bool = False,
 ) -> BucketPlan:
     """Lay out ``params`` (definition order) and cut them into buckets.
 
     ``dense`` drops the alignment of non-sharded buffers, as Megatron does; sharded buffers are always aligned.
-    ``bucket_size`` is a lower threshold in elements, None for one bucket per buffer.
+    ``bucket_size`` is a lower threshold in elements, None for one bucket per buffer. Expert buffers are cut for
+    ``expert_dp_size`` ranks (default ``dp_size``).
+
+    Raises:
+        ValueError: several quantized buffers.
     """
-    if sharded:
-        policy = LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw)
-    else:
-        policy = LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
+    expert_dp_size = dp_size if expert_dp_size is None else expert_dp_size
     layouts = tuple(
-        compute_buffer_layout(group, params, policy=policy, bucket_size=bucket_size)
+        compute_buffer_layout(
+            group,
+            params,
+            policy=_policy(
+                expert_dp_size if group.key.is_expert_parallel else dp_size,
+                sharded=sharded,
+                dense=dense,
+                pad_for_high_busbw=pad_for_high_busbw,
+            ),
+            bucket_size=bucket_size,
+        )
         for group in group_params_for_buffers(params, grad_reduce_in_fp32=grad_reduce_in_fp32)
     )
-    buckets = [bucket for buffer, layout in enumerate(layouts) for bucket in _buckets_of(buffer, layout)]
-    # A bucket can be reduced once its parameter nearest to the head of the model is done, so that decides its place
-    # among the buckets of all buffers. Within a buffer this is Megatron's order. Zero-sized models have no bucket.
-    buckets.sort(key=lambda bucket: -min(bucket.params))
+    groups: list[BucketGroup] = []
+    for is_expert in (False, True):
+        # Dense and expert buckets travel over different process groups and never share a bucket group.
+        numbers = [n for n, layout in enumerate(layouts) if layout.key.is_expert_parallel == is_expert]
+        buckets = [_buckets_of(number, layouts[number]) for number in numbers]
+        partition = partition_buckets(
+            [(layouts[number].key.param_dtype, len(layouts[number].buckets)) for number in numbers],
+            force_single_bucket_group=force_single_bucket_group,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+        )
+        groups.extend(BucketGroup(tuple(buckets[buffer][index] for buffer, index in group)) for group in partition)
+    # A group can be reduced once its parameter nearest to the head of the model is done, so that decides its place.
+    # Within a buffer this is Megatron's order. Zero-sized models have no bucket.
+    groups.sort(key=lambda group: -min(group.params))
     return BucketPlan(
         params=tuple(params),
         layouts=layouts,
-        groups=tuple(BucketGroup((bucket,)) for bucket in buckets),
+        groups=tuple(groups),
         dp_size=dp_size,
+        expert_dp_size=expert_dp_size,
         sharded=sharded,
         aligned=sharded or not dense,
     )
+
+
+def _policy(dp_size: int, *, sharded: bool, dense: bool, pad_for_high_busbw: bool) -> LayoutPolicy:
+    if sharded:
+        return LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw)
+    return LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
 
 
 def _buckets_of(buffer: int, layout: BufferLayout) -> list[Bucket]:

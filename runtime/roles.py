@@ -55,7 +55,7 @@ def _may_launch(key: tuple[int, int], models: Mapping[int, ModelBuffers], token:
     model = models[handle]
     return (
         token is not None
-        and model.overlap_grad_reduce
+        and model.options.overlap_grad_reduce
         and not model.no_sync_depth
         and not model.reducer.is_started(group)
         and not model.state.eager_params.intersection(model.plan.groups[group].params)

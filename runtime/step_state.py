@@ -37,8 +37,13 @@ class StepState:
         """Parameters that have had gradients from outside compiled graphs; kept over resets."""
         self.eager_groups: set[int] = set()
         """Bucket groups with a parameter that code outside compiled graphs differentiates; kept over resets."""
-        self._arrived = [False] * len(plan.params)
+        self._counts = [0] * len(plan.params)
+        """Backward passes that have contributed to each parameter since the last reset."""
+        self._golden: list[int] | None = None
         self._missing = [len(group.params) for group in plan.groups]
+        """Of each group, parameters that nothing has reached yet."""
+        self._missing_golden = list(self._missing)
+        """Of each group, parameters that were reached less often than in the first step."""
         self._outstanding: weakref.WeakSet[ForwardToken] = weakref.WeakSet()
 
     def reset(self) -> None:
@@ -49,8 +54,11 @@ class StepState:
 
     def reopen(self) -> None:
         """Forget which contributions of this step have arrived; what is written stays written."""
-        self._arrived = [False] * len(self._arrived)
+        if self._golden is None and any(self._counts):
+            self._golden = self._counts
+        self._counts = [0] * len(self._counts)
         self._missing = [len(group.params) for group in self.plan.groups]
+        self._missing_golden = list(self._missing)
 
     def open_forward(self, token: ForwardToken) -> None:
         """A forward ran whose backward may come."""
@@ -66,10 +74,19 @@ class StepState:
 
     def mark_arrived(self, param: int) -> None:
         """All contributions of one backward pass to ``param`` have come (its AccumulateGrad node ran)."""
-        if not self._arrived[param]:
-            self._arrived[param] = True
-            self._missing[self.group_of[param]] -= 1
+        self._counts[param] += 1
+        group = self.group_of[param]
+        if self._counts[param] == 1:
+            self._missing[group] -= 1
+        if self._golden is not None and self._counts[param] == self._golden[param]:
+            self._missing_golden[group] -= 1
 
-    def is_complete(self, group: int) -> bool:
-        """Whether every parameter of the group has had its contributions."""
-        return self._missing[group] == 0
+    def is_complete(self, group: int, *, by_count: bool) -> bool:
+        """Whether every parameter of the group has had its contributions.
+
+        ``by_count`` is for models without compiled graphs, where nobody announces what is still to come: the first step
+        counts the backward passes that reach each parameter (Megatron's golden counts, semantics §6) and completes
+        nothing; later steps are complete when they reach those counts. A group with a parameter that the first step did
+        not reach never is.
+        """
+        return (self._missing_golden if by_count else self._missing)[group] == 0

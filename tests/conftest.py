@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from helpers import RankGroup, fresh_compiler
+from trajectory_numbers import Outcome, check_runs
 
 from megabuf_fx.runtime.ops import live_targets
 
@@ -26,6 +28,17 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
     yield get
     for group in groups.values():
         group.close()
+
+
+@pytest.fixture(scope="session")
+def trajectories(ranks: Callable[[int], RankGroup]) -> Callable[[int, bool], list[dict[str, Outcome]]]:
+    """``trajectories(world, compiled)``: by rank, what became of each run of the oracle. Every world is run once."""
+
+    @functools.cache
+    def get(world: int, compiled: bool) -> list[dict[str, Outcome]]:
+        return ranks(world).run(check_runs, world, compiled, timeout=280)
+
+    return get
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

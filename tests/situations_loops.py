@@ -281,11 +281,9 @@ LOOPS: dict[str, Situation] = {
     "two forwards, two backwards, no no_sync": Situation(
         step=without_no_sync,
         is_exact=False,
-        # Averages of averages add up; with shards a graph keeps its buckets open for the forward still to come.
+        # Averages of averages add up; with shards a graph keeps its buckets open for the forward still to come, and
+        # hooks alone count the passes of the first step.
         reductions=lambda case, step: 1 if is_sharded(case) else 2,
-        # Hooks alone do not see forwards.
-        is_refused=lambda case: is_sharded(case) and case.way == "eager path",
-        refused="whose gradients were already reduced",
     ),
     "two forwards, summed loss": Situation(step=two_forwards_summed, is_exact=False),
     "two losses": Situation(step=two_losses),
@@ -295,8 +293,6 @@ LOOPS: dict[str, Situation] = {
         is_exact=False,
         # A kept graph may be used again, so with shards its buckets stay open.
         reductions=lambda case, step: 1 if is_sharded(case) else 2,
-        is_refused=lambda case: is_sharded(case) and case.way == "eager path",
-        refused="whose gradients were already reduced",
     ),
     "forward without backward": Situation(step=dropped_forward),
     "no_grad forwards between": Situation(step=evaluating(torch.no_grad), graphs=2),

@@ -34,19 +34,12 @@ def two_devices() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
 
 
-def expert_model() -> nn.Module:
-    model = nn.Linear(3, 3)
-    model.weight.allreduce = False  # type: ignore[attr-defined]
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no_trainable": (frozen_model, "ValueError: Linear has no trainable parameters"),
     "complex": (complex_model, "ValueError: parameter 'phase' is complex"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "ValueError: module '0' makes sparse gradients"),
     "devices": (two_devices, "ValueError: parameters are on several devices ('0.bias' on cpu, '1.bias' on meta)"),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), "NotImplementedError: parameter 'weight' is on the meta device"),
-    "expert": (expert_model, "NotImplementedError: parameter 'weight' is an expert parameter"),
     "not_a_module": (lambda: "model", "TypeError: attach takes a torch.nn.Module, got str"),
 }
 
@@ -72,10 +65,29 @@ def test_attached_twice() -> None:
     mb.attach(model)
 
 
-def test_wide_gradients_need_the_distributed_optimizer() -> None:
-    config = mb.MegabufConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
-    message = error_text(lambda: mb.attach(nn.Linear(3, 3, dtype=torch.bfloat16), config))
-    assert message.startswith("ValueError: parameter 'weight' is torch.bfloat16 and grad_reduce_in_fp32=True")
+def test_wide_gradients_are_for_the_distributed_optimizer() -> None:
+    """Without shards, too: ``.grad`` must have the parameter's dtype, so torch's own optimizer finds nothing."""
+    model = nn.Linear(3, 3, dtype=torch.bfloat16)
+    mb.attach(model, mb.MegabufConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True))
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is None
+    assert "AdamW steps parameters of an attached model whose .grad is None" in error_text(
+        torch.optim.AdamW(model.parameters()).step
+    )
+    before = model.weight.detach().clone()
+    mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1).step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_optimizer_that_would_do_nothing_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    mb.attach(model, EAGER)
+    model(torch.ones(2, 3)).sum().backward()
+    message = error_text(torch.optim.SGD(model.parameters(), lr=0.1).step)
+    assert "SGD steps parameters of an attached model whose .grad is None (its shards live in the buffer)" in message
+    assert "use megabuf_fx.DistributedOptimizer(model.parameters(), SGD, ...)" in message
+    # Parameters of other models are nobody's business.
+    torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1).step()
 
 
 def test_started_by_torchrun_without_init_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +122,6 @@ def test_optimizer_refuses() -> None:
     )
     optimizer = mb.DistributedOptimizer(attached.parameters(), adamw, lr=0.1)
     assert "add_param_group" in error_text(lambda: optimizer.add_param_group({"params": list(other.parameters())}))
-    replicated = nn.Linear(3, 3)
-    mb.attach(replicated, mb.MegabufConfig(use_distributed_optimizer=False))
-    assert "use torch.optim directly" in error_text(
-        lambda: mb.DistributedOptimizer(replicated.parameters(), adamw, lr=0.1)
-    )
 
 
 # On two ranks: the same error everywhere, and the group works afterwards.
@@ -247,7 +254,7 @@ def test_rank_outside_of_the_group(ranks: Callable[[int], RankGroup]) -> None:
 @pytest.mark.dist
 def test_process_group_destroyed_under_an_attached_model(ranks: Callable[[int], RankGroup]) -> None:
     for text in ranks(2).run(destroyed_group):
-        assert text.startswith("RuntimeError: the process group of megabuf_gradients is gone")
+        assert text.startswith("RuntimeError: the process group of megabuf_grads is gone")
     ranks(2).close()
 
 

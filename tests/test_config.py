@@ -22,12 +22,23 @@ def test_defaults() -> None:
         "use_distributed_optimizer": True,
         "bucket_size": None,
         "num_buckets": None,
+        "disable_bucketing": False,
+        "pipeline_parallel_rank": 0,
         "grad_reduce_in_fp32": False,
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
+        "align_param_gather": False,
+        "overlap_param_gather_with_optimizer_step": False,
+        "param_gather_prefetch": None,
+        "debug_nan_stale_params": False,
         "find_unused_parameters": True,
         "average_in_collective": False,
         "calculate_per_token_loss": False,
+        "reduce_scatter_with_fp32_accumulation": False,
+        "param_name_patterns_for_fp32_local_accumulation": (),
+        "num_distributed_optimizer_instances": 1,
+        "check_for_nan_in_grad": False,
+        "check_for_large_grads": False,
         "pad_buckets_for_high_nccl_busbw": False,
         "init_sync": True,
         "gradient_accumulation_fusion": True,
@@ -40,13 +51,13 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
 def test_flags_are_bools(value: Any) -> None:
     names = [name for name, field in FIELDS.items() if field.type == "bool"]
-    assert len(names) == 11
+    assert len(names) == 18
     for name in names:
         with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["bucket_size", "num_buckets"])
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if str(field.type).startswith("int")])
 def test_sizes_are_ints_and_no_bools(name: str) -> None:
     values: list[Any] = [True, False, 1.0, 4e7, "40_000_000", (1,)]
     for value in values:
@@ -61,11 +72,25 @@ def test_sizes_are_ints_and_no_bools(name: str) -> None:
         ("bucket_size", -1, "elements"),
         ("num_buckets", 0, "buckets"),
         ("num_buckets", -4, "buckets"),
+        ("num_distributed_optimizer_instances", 0, "instances"),
     ],
 )
 def test_sizes_are_positive(name: str, value: Any, unit: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be a positive number of {unit}, got {value}$"):
         MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_rank", "param_gather_prefetch"])
+def test_counts_are_not_negative(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must not be negative, got -1$"):
+        MegabufConfig(**dict[str, Any]({name: -1}))
+
+
+def test_patterns_are_a_tuple_of_strings() -> None:
+    values: list[Any] = ["*.weight", ["*.weight"], (1,), None]
+    for value in values:
+        with pytest.raises(TypeError, match="must be a tuple of str"):
+            MegabufConfig(param_name_patterns_for_fp32_local_accumulation=value)
 
 
 @pytest.mark.parametrize("name", ["inner_compiler", "dump_dir"])
@@ -80,6 +105,15 @@ def test_names_are_strings(name: str) -> None:
 def test_inner_compiler_is_one_of_two(value: Any) -> None:
     with pytest.raises(ValueError, match=rf"inner_compiler must be one of \('inductor', 'aot_eager'\), got {value!r}"):
         MegabufConfig(inner_compiler=value)
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "dense_layout": {"use_distributed_optimizer": False},
+    "align_param_gather": {"overlap_param_gather": True},
+    "overlap_param_gather_with_optimizer_step": {"overlap_param_gather": True},
+    "param_gather_prefetch": {"overlap_param_gather": True},
+    "debug_nan_stale_params": {"overlap_param_gather": True},
+}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +133,33 @@ def test_inner_compiler_is_one_of_two(value: Any) -> None:
             {"average_in_collective": True, "calculate_per_token_loss": True},
             r"average_in_collective.* with calculate_per_token_loss",
         ),
+        (
+            {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": False},
+            r"num_distributed_optimizer_instances=2 needs use_distributed_optimizer=True",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 2, "reduce_scatter_with_fp32_accumulation": True},
+            r"reduce_scatter_with_fp32_accumulation=True with num_distributed_optimizer_instances=2",
+        ),
+        (
+            {"reduce_scatter_with_fp32_accumulation": True, "use_distributed_optimizer": False},
+            r"reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True",
+        ),
+        (
+            {"param_name_patterns_for_fp32_local_accumulation": ("all",), "grad_reduce_in_fp32": True},
+            r"param_name_patterns_for_fp32_local_accumulation with grad_reduce_in_fp32=True",
+        ),
+        (
+            {
+                "align_param_gather": True,
+                "overlap_param_gather_with_optimizer_step": True,
+                "overlap_param_gather": True,
+            },
+            r"align_param_gather .* overlap_param_gather_with_optimizer_step",
+        ),
+        ({"align_param_gather": True}, r"align_param_gather=True needs overlap_param_gather=True"),
+        ({"param_gather_prefetch": 1}, r"param_gather_prefetch=1 needs overlap_param_gather=True"),
+        ({"debug_nan_stale_params": True}, r"debug_nan_stale_params=True needs overlap_param_gather=True"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
@@ -106,7 +167,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any], message: str) 
         MegabufConfig(**options)
     # Each alone is fine, with what it needs.
     for name, value in options.items():
-        needs = {"dense_layout": {"use_distributed_optimizer": False}}.get(name, {})
+        needs = NEEDS.get(name, {})
         assert getattr(MegabufConfig(**{name: value, **needs}), name) == value
 
 
@@ -128,7 +189,7 @@ def test_unknown_name_suggests_a_near_one(name: str, near: str) -> None:
 
 def test_unknown_name_without_a_near_one_lists_all() -> None:
     with pytest.raises(
-        ValueError, match=r"^unknown option 'xyzzy'; known names: average_in_collective, bucket_size, "
+        ValueError, match=r"^unknown option 'xyzzy'; known names: align_param_gather, average_in_collective, "
     ) as caught:
         MegabufConfig(xyzzy=1)  # type: ignore[call-arg]
     assert all(name in str(caught.value) for name in FIELDS)
@@ -225,7 +286,7 @@ def test_unknown_option_suggests_a_near_one(name: str) -> None:
 
 def test_unknown_option_without_a_near_one_lists_ours() -> None:
     with pytest.raises(
-        ValueError, match="unknown option 'xyzzy' of backend 'megabuf'; known names: average_in_collective"
+        ValueError, match="unknown option 'xyzzy' of backend 'megabuf'; known names: align_param_gather"
     ):
         split_options(None, {"bucket_size": 5, "xyzzy": 1})
 

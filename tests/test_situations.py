@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    Mlp,
     RankGroup,
     batch,
     error_text,
@@ -210,39 +209,6 @@ def bare_pieces(rank: int, form: str) -> str | None:
 @pytest.mark.parametrize("form", ["torch.compile", "model.compile", "model.forward"])
 def test_bare_form_attaches_the_whole_model(ranks: Callable[[int], RankGroup], form: str) -> None:
     assert ranks(2).run(bare_pieces, form) == [None, None]
-
-
-def scaled_steps(model: nn.Module, call: Any, optimizer: Any) -> list[float]:
-    """Three steps through GradScaler, the second with an infinite loss; the scale after each."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scales = []
-    for step in range(3):
-        loss = call(batch(step, 0, 0, 8, 13)).square().mean() * (float("inf") if step == 1 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-def test_grad_scaler_without_sharding() -> None:
-    plain = seeded(Mlp)
-    model = twin(plain)
-    _, call, optimizer = prepare(model, "plain")
-    expected = scaled_steps(plain, plain, torch.optim.AdamW(plain.parameters(), lr=LR))
-    assert scaled_steps(model, call, optimizer) == expected == [8.0, 4.0, 4.0]
-    assert max_difference(params_of(model), params_of(plain)) == 0.0
-
-
-def test_grad_scaler_is_refused_with_sharding() -> None:
-    _, call, optimizer = prepare(seeded(Mlp), "sharded")
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(call(batch(0, 0, 0, 8, 13)).square().mean()).backward()
-    with pytest.raises(NotImplementedError, match=r"GradScaler .*use_distributed_optimizer=False"):
-        scaler.step(optimizer)
 
 
 ONE_RANK_RAISES = """

@@ -25,20 +25,20 @@ def test_new_state() -> None:
     assert state.written == [False] * 5
     assert not state.is_unsynced
     assert state.eager_params == set()
-    assert not any(state.is_complete(group) for group in range(3))
+    assert not any(state.is_complete(group, by_count=False) for group in range(3))
     assert not state.is_awaited((0, 0))
 
 
 def test_group_is_complete_when_all_its_parameters_have_arrived() -> None:
     state = StepState(make_plan())
     state.mark_arrived(4)
-    assert not state.is_complete(0)
+    assert not state.is_complete(0, by_count=False)
     state.mark_arrived(4)
-    assert not state.is_complete(0), "a parameter counts once, however often its node runs"
+    assert not state.is_complete(0, by_count=False), "a parameter counts once, however often its node runs"
     state.mark_arrived(3)
-    assert [state.is_complete(group) for group in range(3)] == [True, False, False]
+    assert [state.is_complete(group, by_count=False) for group in range(3)] == [True, False, False]
     state.mark_arrived(0)
-    assert [state.is_complete(group) for group in range(3)] == [True, False, True]
+    assert [state.is_complete(group, by_count=False) for group in range(3)] == [True, False, True]
 
 
 def test_reset_forgets_the_step_and_keeps_what_was_learned() -> None:
@@ -53,7 +53,7 @@ def test_reset_forgets_the_step_and_keeps_what_was_learned() -> None:
     state.reset()
     assert state.written == [False] * 5
     assert not state.is_unsynced
-    assert not any(state.is_complete(group) for group in range(3))
+    assert not any(state.is_complete(group, by_count=False) for group in range(3))
     assert state.eager_params == {2}
     assert state.is_awaited((0, 1)), "the backward of that forward can still come"
 
@@ -67,10 +67,10 @@ def test_reopen_keeps_what_is_written() -> None:
     state.reopen()
     assert state.written == [False, True, False, False, False]
     assert state.is_unsynced
-    assert not state.is_complete(0)
+    assert not state.is_complete(0, by_count=False)
     state.mark_arrived(3)
     state.mark_arrived(4)
-    assert state.is_complete(0)
+    assert state.is_complete(0, by_count=False)
 
 
 def test_forwards_are_awaited_by_group_and_by_model() -> None:
@@ -133,4 +133,4 @@ def test_complete_means_that_all_have_arrived(count: int, bucket_size: int, data
             getattr(state, action)()
             arrived.clear()
         for group, members in enumerate(plan.groups):
-            assert state.is_complete(group) == (set(members.params) <= arrived)
+            assert state.is_complete(group, by_count=False) == (set(members.params) <= arrived)

@@ -1,4 +1,7 @@
-"""Models, data and decoding of ``oracle/trajectory.json.gz``; every formula is that of ``oracle/README.md``."""
+"""Models, data and decoding of ``oracle/trajectory.json.gz``; every formula is that of ``oracle/README.md``.
+
+A model computes in the dtype of its parameters and hands out fp32.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,23 @@ class TrajectoryMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.fc2(torch.tanh(self.fc1(x))))
         result: Tensor = self.fc3(self.ln(hidden))
-        return result
+        return result.float()
+
+
+class TrajectoryExpert(nn.Module):
+    """``expert``: ``[4, 13]`` to ``[4, 5]``; the middle layer is an expert, other ranks may have another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(13, 24)
+        self.expert = nn.Linear(24, 24)
+        self.fc3 = nn.Linear(24, 5)
+        for param in self.expert.parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc3(torch.tanh(self.expert(torch.tanh(self.fc1(x)))))
+        return result.float()
 
 
 class _Block(nn.Module):
@@ -71,31 +90,34 @@ class TrajectoryGpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(CONTEXT))
-        mask = torch.full((CONTEXT, CONTEXT), -1e4).triu(1)
+        mask = torch.full((CONTEXT, CONTEXT), -1e4, dtype=x.dtype).triu(1)
         for block in self.blocks:
             x = block(x, mask)
         weight = self.wte.weight if self.head is None else self.head.weight
-        return F.linear(self.lnf(x), weight)
+        return F.linear(self.lnf(x), weight).float()
 
 
-def make_model(name: str) -> nn.Module:
-    """The model with its initial parameters, which are a formula, not random."""
+def make_model(name: str, dtype: torch.dtype = torch.float32, *, ep_rank: int = 0) -> nn.Module:
+    """The model with its initial parameters, which are a formula, not random. ``ep_rank`` says which expert it has."""
     model: nn.Module
     if name == "mlp":
         model = TrajectoryMlp()
     elif name in ("gpt", "gpt_untied"):
         model = TrajectoryGpt(tied=name == "gpt")
+    elif name == "expert":
+        model = TrajectoryExpert()
     else:
-        raise ValueError(f"no model {name!r}; expected mlp, gpt or gpt_untied")
+        raise ValueError(f"no model {name!r}; expected mlp, gpt, gpt_untied or expert")
     with torch.no_grad():
         for j, (param_name, param) in enumerate(model.named_parameters()):
             k = torch.arange(param.numel(), dtype=torch.float64)
             if "ln" in param_name and param_name.endswith("weight"):
                 values = 1 + 0.1 * torch.sin(0.7 * k + 0.3 * j)
             else:
-                values = 0.2 * torch.sin(0.37 * k + 1.3 * j + 0.11)
+                shift = 0.5 * ep_rank if "expert" in param_name else 0.0
+                values = 0.2 * torch.sin(0.37 * k + 1.3 * j + 0.11 + shift)
             param.copy_(values.view(param.shape))
-    return model
+    return model.to(dtype)
 
 
 class MicroBatch(NamedTuple):
@@ -107,7 +129,7 @@ class MicroBatch(NamedTuple):
 
 def micro_batch(model: str, step: int, micro: int, rank: int) -> MicroBatch:
     s = (step * 7 + micro) * 11 + rank
-    if model == "mlp":
+    if model in ("mlp", "expert"):
         x = torch.sin(0.61 * torch.arange(SAMPLES * 13, dtype=torch.float64) + 0.9 * s)
         target = torch.cos(0.83 * torch.arange(SAMPLES * 5, dtype=torch.float64) + 0.4 * s)
         return MicroBatch(x.float().view(SAMPLES, 13), target.float().view(SAMPLES, 5))
@@ -145,5 +167,5 @@ def decode(values: dict[str, str], model: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_params(name: str, model: nn.Module) -> dict[str, Tensor]:
-    """What the oracle started from."""
+    """What the oracle started from, before a cast to 16 bits; ``name`` is that of the model, for experts with rank."""
     return decode(load("trajectory")["initial_params"][name], model)

@@ -1,0 +1,227 @@
+"""Reductions made of several collectives, and which one a buffer uses.
+
+[Note: all-to-all reduce-scatter]
+Every rank sends each other rank its chunk and sums what it receives itself, in rank order. With 16-bit gradients the
+sum has fp32 accuracy at the traffic of 16 bits (Megatron ``reduce_scatter_with_fp32_accumulation``, semantics §10), and
+on gloo it is the faster way even in fp32. It needs a temporary of the bucket's size. Megatron selects it by replacing a
+function for the whole process and cannot average with it; here it is an object that one buffer uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabuf_fx.runtime.collectives import Comm, FakeComm, LocalComm, PendingWork, ProcessGroupComm
+
+ReduceScatter = Callable[[Tensor, Tensor, bool], PendingWork]
+"""``reduce_scatter(shard, full, average)``; ``shard`` is this rank's slice of ``full``, the rest of which stays."""
+
+
+class AllToAllReduceScatter:
+    """Reduce-scatter by all-to-all and a local sum with fp32 accumulation; see [Note: all-to-all reduce-scatter].
+
+    ``one_at_a_time`` finishes the previous reduction before it starts the next, so that one temporary is alive at most.
+    """
+
+    def __init__(self, comm: Comm, *, one_at_a_time: bool) -> None:
+        self._comm = comm
+        self._one_at_a_time = one_at_a_time
+        self._previous: Callable[[], None] | None = None
+
+    def __call__(self, shard: Tensor, full: Tensor, average: bool) -> PendingWork:
+        if self._one_at_a_time and self._previous is not None:
+            self._previous()
+        received = torch.empty_like(full)
+        work = self._comm.all_to_all(received, full)
+        pending: list[Tensor] = [received]
+
+        def finish() -> None:
+            # Waited for by the next reduction or by whoever needs the result, whoever comes first.
+            if not pending:
+                return
+            work.wait()
+            _sum_chunks(shard, pending.pop().view(self._comm.size, -1), self._comm.size if average else 1)
+
+        self._previous = finish
+        return PendingWork(finish, (shard, full))
+
+
+def _sum_chunks(shard: Tensor, chunks: Tensor, divisor: int) -> None:
+    if shard.dtype == torch.float32:
+        torch.sum(chunks, dim=0, out=shard)
+        if divisor != 1:
+            shard.div_(divisor)
+        return
+    total = torch.sum(chunks, dim=0, dtype=torch.float32)
+    # Divided before it is rounded.
+    shard.copy_(total.div_(divisor) if divisor != 1 else total)
+
+
+class HybridComm:
+    """Several optimizer instances (HSDP, semantics §16): shards within an instance, equal copies across instances.
+
+    ``intra`` joins the ranks of one instance, ``inter`` those that hold the same shard in every instance. A gradient is
+    reduce-scattered inside, then its shard is all-reduced across; both overlap with backward. Unlike Megatron's,
+    ``all_reduce`` gives complete gradients.
+    """
+
+    def __init__(self, intra: Comm, inter: Comm) -> None:
+        self.size = intra.size
+        self.rank = intra.rank
+        self._intra = intra
+        self._inter = inter
+        # One thread starts everything that goes across, in the order in which it was asked for, so that the order is
+        # the same on every rank although it waits for the first collective on the host.
+        self._across = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megabuf_inter")
+
+    def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork:
+        work = self._intra.all_reduce(full, average=average)
+        return self._then(work, lambda: self._inter.all_reduce(full, average=average), full)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork:
+        work = self._intra.reduce_scatter(shard, full, average=average)
+        return self._then(work, lambda: self._inter.all_reduce(shard, average=average), full)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
+        return self._intra.all_gather(full, shard)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        return self._intra.all_to_all(received, sent)
+
+    def all_reduce_max(self, flags: Tensor) -> PendingWork:
+        return self._then(self._intra.all_reduce_max(flags), lambda: self._inter.all_reduce_max(flags), flags)
+
+    def all_gather_object(self, value: object) -> list[object]:
+        values = self._intra.all_gather_object(value)
+        answers = self._across.submit(self._inter.all_gather_object, values).result()
+        return [value for answer in answers if isinstance(answer, list) for value in answer]
+
+    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
+        return self._intra.reduce_scalar(value, maximum=maximum)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._across.submit(self._inter.broadcast, tensor).result()
+        self._intra.broadcast(tensor)
+
+    def check_alive(self) -> None:
+        self._intra.check_alive()
+        self._inter.check_alive()
+
+    def close(self) -> None:
+        self._across.shutdown()
+        self._inter.close()
+        self._intra.close()
+
+    def _then(self, first: PendingWork, second: Callable[[], PendingWork], tensor: Tensor) -> PendingWork:
+        """``second`` after ``first`` has finished, without waiting here."""
+        if tensor.is_cuda:
+            return _then_on_stream(first, second, tensor)
+
+        def run() -> None:
+            first.wait()
+            second().wait()
+
+        return PendingWork(self._across.submit(run).result, (tensor,))
+
+
+def _then_on_stream(first: PendingWork, second: Callable[[], PendingWork], tensor: Tensor) -> PendingWork:
+    # On the device the host never waits: a stream of its own waits for the first collective and starts the second.
+    stream = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(stream):
+        first.wait()
+        second().wait()
+        event = stream.record_event()
+    return PendingWork(lambda: torch.cuda.current_stream(tensor.device).wait_event(event), (tensor,))
+
+
+class CommPair(NamedTuple):
+    """The communicators of one process group: their orders of collectives are independent of each other."""
+
+    grads: Comm
+    params: Comm
+
+    def close(self) -> None:
+        self.grads.close()
+        self.params.close()
+
+
+class Communicators(NamedTuple):
+    """All that one model's collectives run on."""
+
+    dense: CommPair
+    expert: CommPair | None = None
+    """Of expert parameters (``allreduce=False``); None without such."""
+    instances: int = 1
+    """Optimizer instances: complete sets of shards."""
+
+    def pair(self, *, is_expert: bool) -> CommPair:
+        if not is_expert:
+            return self.dense
+        assert self.expert is not None
+        return self.expert
+
+    def full_size(self, *, is_expert: bool) -> int:
+        """Ranks over which gradients are averaged, all instances together."""
+        return self.pair(is_expert=is_expert).grads.size * self.instances
+
+    def close_params(self) -> None:
+        """Close what gathers run on; harmless to repeat, as is ``close``."""
+        for pair in (self.dense, self.expert):
+            if pair is not None:
+                pair.params.close()
+
+    def close(self) -> None:
+        for pair in (self.dense, self.expert):
+            if pair is not None:
+                pair.close()
+
+
+def make_comm_pair(
+    group: dist.ProcessGroup | None, *, name: str, timeout: timedelta | None = None, instances: int = 1
+) -> CommPair:
+    """Communicators over ``group``; None is a single process. ``timeout`` is that of every collective.
+
+    ``instances`` divides the group into that many runs of neighbouring ranks, each with a complete set of shards.
+    """
+    return CommPair(
+        *(_make_comm(group, name=f"{name}_{kind}", timeout=timeout, instances=instances) for kind in CommPair._fields)
+    )
+
+
+def _make_comm(group: dist.ProcessGroup | None, *, name: str, timeout: timedelta | None, instances: int) -> Comm:
+    if group is None or group.size() == 1:
+        return LocalComm()
+    size = group.size() // instances
+    instance, position = divmod(group.rank(), size)
+    if dist.get_backend(group) == "fake":
+        return FakeComm(size, position)
+    ranks = dist.get_process_group_ranks(group)
+    if instances == 1:
+        return ProcessGroupComm(ranks, name=name, timeout=timeout)
+
+    def part(members: Sequence[int], suffix: str) -> Comm:
+        if len(members) == 1:
+            return LocalComm()
+        return ProcessGroupComm(members, name=f"{name}_{suffix}", timeout=timeout)
+
+    return HybridComm(
+        part(ranks[instance * size : (instance + 1) * size], "intra"), part(ranks[position::size], "inter")
+    )
+
+
+def choose_reduce_scatter(comm: Comm, grad_dtype: torch.dtype, *, with_fp32_accumulation: bool) -> ReduceScatter:
+    """The reduce-scatter of a buffer with gradients of ``grad_dtype``; ``comm`` has several ranks or is the
+    identity."""
+    if isinstance(comm, ProcessGroupComm):
+        if with_fp32_accumulation and grad_dtype != torch.float32:
+            return AllToAllReduceScatter(comm, one_at_a_time=True)
+        if comm.is_gloo and grad_dtype == torch.float32:
+            return AllToAllReduceScatter(comm, one_at_a_time=False)
+    return lambda shard, full, average: comm.reduce_scatter(shard, full, average=average)
