@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import megabuf_fx as mb
@@ -221,13 +222,52 @@ def lr_factor(step: int, args: argparse.Namespace) -> float:
     return float(floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+class Checkpoints:
+    """Saves every `--save-every` steps and resumes where `--resume` says; data are a function of the step."""
+
+    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> None:
+        self.model, self.optimizer, self.every = model, optimizer, args.save_every
+        self.root = args.out / "checkpoints"
+        self.source = mb.latest_checkpoint(self.root) if args.resume == "auto" else args.resume and Path(args.resume)
+
+    def resume(self) -> list[float]:
+        """The losses of the steps that were taken before."""
+        if not self.source:
+            return []
+        loaded = mb.load_checkpoint(self.source, self.model, self.optimizer)
+        if "rng" in loaded.rank_state:
+            torch.set_rng_state(loaded.rank_state["rng"])
+        return [float(loss) for loss in loaded.extra["losses"]]
+
+    def after_step(self, losses: Callable[[], list[float]], step: int) -> None:
+        if self.every and (step + 1) % self.every == 0:
+            rng = {"rng": torch.get_rng_state()}
+            mb.save_checkpoint(
+                self.root, step + 1, self.model, self.optimizer, extra={"losses": losses()}, rank_state=rng
+            )
+
+
 def train(
-    variant: Variant, text: Text, args: argparse.Namespace, world: World, steps: int, screen: "Screen"
+    variant: Variant,
+    text: Text,
+    args: argparse.Namespace,
+    world: World,
+    steps: int,
+    screen: "Screen",
+    checkpoints: Checkpoints | None = None,
 ) -> list[float]:
     """Train for the given steps; returns the loss of each, a mean over micro-batches and ranks."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(variant.optimizer, lambda step: lr_factor(step, args))
-    losses = []
-    for step in range(steps):
+    earlier = checkpoints.resume() if checkpoints else []
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        variant.optimizer, lambda step: lr_factor(step, args), last_epoch=len(earlier) - 1
+    )
+    losses: list[Tensor] = []
+
+    def all_losses() -> list[float]:
+        return earlier + ([float(loss) for loss in world.mean(torch.stack(losses))] if losses else [])
+
+    screen.skip(len(earlier))
+    for step in range(len(earlier), steps):
         loss = torch.zeros((), device=world.device)
         for micro in range(args.micro_batches):
             window = text.batch(args, step, micro, world.rank).to(world.device)
@@ -243,9 +283,11 @@ def train(
         schedule.step()
         losses.append(loss)
         screen.show_step(loss)
-        if step == 0:
+        if checkpoints:
+            checkpoints.after_step(all_losses, step)
+        if len(losses) == 1:
             screen.print(variant.bucket_table())
-    return [float(loss) for loss in world.mean(torch.stack(losses))]
+    return all_losses()
 
 
 @torch.no_grad()
@@ -270,17 +312,25 @@ class Screen:
         self.title, self.steps = title, steps
         self.tokens = args.batch_size * args.context * args.micro_batches * world.size  # in a step
         self.step_times: list[float] = []
+        self.skipped = 0
         self.last = time.perf_counter()
 
     def print(self, line: str) -> None:
         if line:
             self.console.print(line, soft_wrap=True)
 
+    def skip(self, steps: int) -> None:
+        """Steps that an earlier run has taken."""
+        self.skipped = steps
+        self.bar.update(self.task, advance=steps)
+        if steps:
+            self.print(f"resumed after step {steps}")
+
     def show_step(self, loss: Tensor) -> None:
         value, now = loss.item(), time.perf_counter()  # item() waits for the device, so it comes before the clock
         seconds, self.last = now - self.last, now
         self.step_times.append(seconds)
-        done = len(self.step_times)
+        done = self.skipped + len(self.step_times)
         status = f"loss {value:.3f}  {self.tokens / seconds:.0f} tokens/s  {1e3 * seconds:.0f} ms/step"
         self.bar.update(self.task, advance=1, status=status)
         if not self.console.is_terminal and (done % 20 == 0 or done in (1, self.steps)):
@@ -323,7 +373,9 @@ def parse_args() -> argparse.Namespace:
     add("--overlap-param-gather", action=flag, default=True, help="gather updated weights during the next forward")
     add("--compile", action=flag, default=True, help="no: autograd hooks fill the buffers, without torch.compile")
     add("--seed", type=int, default=0, help="of the weights and of the choice of data")
-    add("--out", type=Path, default=Path("runs/train_gpt"), help="directory for loss.png and log.json")
+    add("--out", type=Path, default=Path("runs/train_gpt"), help="directory for loss.png, log.json and checkpoints")
+    add("--save-every", type=int, default=0, help="steps between checkpoints, in the directory `checkpoints` of --out")
+    add("--resume", default=None, help="a checkpoint, or `auto`: the newest one, if there is one")
     add("--check-steps", type=int, default=20, help="steps to repeat with plain DDP and AdamW; 0: no check")
     args = parser.parse_args()
     if args.steps < 1 or args.micro_batches < 1:
@@ -339,7 +391,11 @@ def start_world() -> World:
         torch.cuda.set_device(device)
     if "WORLD_SIZE" not in os.environ:
         return World(0, 1, device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun can keep one store over restarts; without a prefix of its own a new attempt connects to the dead ranks.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -353,7 +409,8 @@ def run(args: argparse.Namespace, world: World) -> str | None:
     numel = sum(p.numel() for p in model.parameters())
     screen.print(f"{numel:,} parameters, {len(text.train):,} bytes of text, {world.size} x {world.device.type}")
     with screen.bar:
-        losses = train(variant, text, args, world, args.steps, screen)
+        checkpoints = Checkpoints(model, variant.optimizer, args)
+        losses = train(variant, text, args, world, args.steps, screen, checkpoints)
     variant.finish()
     validation, unigram = validate(model, text, args, world), text.unigram_loss()
     screen.print(f"held-out text: {validation:.3f} nats per byte; byte frequencies alone: {unigram:.3f} nats per byte")

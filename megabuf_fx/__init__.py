@@ -6,8 +6,22 @@ model = torch.compile(model, backend="megabuf")
 opt = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 """
 
+from megabuf_fx.attach import attach
+from megabuf_fx.checkpoint import async_save_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from megabuf_fx.checkpoint_files import CheckpointError
 from megabuf_fx.config import MegabufConfig
-from megabuf_fx.handle import MegabufHandle, attach, handle
+from megabuf_fx.handle import MegabufHandle, handle
 from megabuf_fx.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "MegabufConfig", "MegabufHandle", "attach", "handle"]
+__all__ = [
+    "CheckpointError",
+    "DistributedOptimizer",
+    "MegabufConfig",
+    "MegabufHandle",
+    "async_save_checkpoint",
+    "attach",
+    "handle",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -72,6 +72,18 @@ def has_user_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written in place, through itself or a view that shares its counter."""
+    return int(tensor._version)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where a tensor lies in a file of a checkpoint, in the words of ``torch.distributed.checkpoint``. In bytes."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
 def module_hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Numbers of the hooks registered on a module, of all kinds that run in a call or its backward."""
     return (

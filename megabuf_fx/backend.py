@@ -14,8 +14,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 import megabuf_fx._compat as _compat
+from megabuf_fx.attach import attach
 from megabuf_fx.config import MegabufConfig, suggest
-from megabuf_fx.handle import MegabufHandle, attach, find_handles
+from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.traced_graph import TracedGraph
 
 log = logging.getLogger("megabuf_fx.backend")

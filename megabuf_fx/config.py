@@ -86,6 +86,9 @@ class MegabufConfig:
     parameter. Costs a pass over the gradients and one small collective per step."""
     check_for_large_grads: bool = False
     """Log a warning for bucket groups whose norm is over ten times the largest so far."""
+    check_for_drift_every: int | None = None
+    """Every that many steps, compare the parameters of all ranks bit by bit (digests, one small collective); ranks that
+    differ are an error that names the first parameter and the ranks."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad sharded bucket ends to multiples of 65536 elements."""
     init_sync: bool = True
@@ -116,6 +119,7 @@ class MegabufConfig:
             ("bucket_size", "elements"),
             ("num_buckets", "buckets"),
             ("num_distributed_optimizer_instances", "instances"),
+            ("check_for_drift_every", "steps"),
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -5,18 +5,33 @@ See [Note: runs] in ``runs.py`` for what the inner optimizer updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import megabuf_fx._compat as _compat
+from megabuf_fx.flat_shard import FlatShard
+from megabuf_fx.grad_norm import found_inf, not_finite, scale_grads, total_norm
 from megabuf_fx.handle import MegabufHandle, find_handles
-from megabuf_fx.runs import Run, check_params, make_runs, make_runs_of, split_runs
+from megabuf_fx.optimizer_state import (
+    MASTER,
+    State,
+    StateMap,
+    first_other_group,
+    is_elementwise,
+    label_of,
+    like,
+    plain_name,
+    state_of_run,
+)
+from megabuf_fx.runs import Run, check_params, make_runs, split_runs
 from megabuf_fx.scaler_probe import ScalerProbe
 
-NORM_CHUNK = 2**16
-"""Elements summed at once for the gradient norm."""
+log = logging.getLogger("megabuf_fx.optimizer")
 
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 
@@ -34,6 +49,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or param groups of an attached model.
         optimizer_class: an elementwise ``torch.optim`` class (AdamW, Adam, SGD, ...).
+        max_skipped_steps: skip steps whose gradients hold NaN or Inf on any rank, on all ranks together; so many in a
+            row are an error. None does not look; looking costs a pass over the gradients and waits for the device.
         defaults: keyword arguments of ``optimizer_class``.
 
     Raises:
@@ -44,6 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        max_skipped_steps: int | None = None,
         **defaults: Any,
     ) -> None:
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -63,6 +82,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Coefficient of the last clipping and the step it belongs to (``ModelBuffers.resets``)."""
         self._probe = ScalerProbe.of(self._found_inf, lambda: self.handle.buffers.resets)
         self.param_groups[0]["params"].append(self._probe)
+        self._written = self._versions()
+        self._max_skipped = max_skipped_steps
+        self._skipped_in_a_row = 0
+        self.skipped_steps = 0
+        """Steps that were not taken because of NaN or Inf (``max_skipped_steps``)."""
         buffers.sync_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -95,11 +119,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         earlier = self._coefficient()
         if earlier is not None:
             # Clipped once before: what that left to step is now part of the norm.
-            _scale([run.grad for run in self._all_runs() if not run.is_fp32], earlier)
-        total = self._total_norm(norm_type)
+            scale_grads([run.grad for run in self._all_runs() if not run.is_fp32], earlier)
+        total = total_norm(self.handle.buffers, self._all_runs(), norm_type)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._clipping = (self.handle.buffers.resets, coefficient)
-        _scale([run.grad for run in self._all_runs() if run.is_fp32], coefficient)
+        scale_grads([run.grad for run in self._all_runs() if run.is_fp32], coefficient)
         return total
 
     @torch.no_grad()
@@ -120,7 +144,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         buffers.check_addresses()
         check_params(buffers, self._all_runs())
         self._refuse_unattached()
+        self._warn_of_written_weights()
         self._unscale()
+        if self._max_skipped is not None and self._is_skipped():
+            return loss
         used = buffers.used_params()
         for index, (outer, inner) in enumerate(zip(self.param_groups, self.inner.param_groups)):
             inner.update({key: value for key, value in outer.items() if key != "params"})
@@ -134,53 +161,121 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for run in runs:
                 run.master.grad = None
                 run.write_params()
+        # Without sharding masters are written into the parameters themselves, and that counts too.
+        self._written = self._versions()
         self._clipping = None
         buffers.after_step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Rank-local state: that of this rank's runs, with their masters. Loads under the same plan and rank only."""
+        """State by parameter name, as far as this rank holds it; every rank must call it.
+
+        ``{"state": {name: {key: FlatShard or scalar}}, "param_groups": [{..., "params": [names]}]}``. A ``FlatShard``
+        says which elements of the whole it has; ``save_checkpoint`` makes one state of those of all ranks. Alone the
+        result is rank-local: it loads where the rank owns the same elements. Values alias the optimizer's own.
+        """
         return {
-            "plan_digest": self.handle.plan.digest,
-            "dp_rank": self.handle.buffers.comm.rank,
-            "inner": self.inner.state_dict(),
-            "spans": [[(run.buffer, run.start, run.end) for run in runs] for runs in self._runs],
-            "masters": [run.master.detach() for runs in self._runs for run in runs],
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-            ],
+            "state": StateMap(self.handle.buffers).collect(self._all_runs(), self.inner.state),
+            "param_groups": self.named_groups(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load what ``state_dict`` of the same rank under the same plan returned.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load what ``state_dict`` returned, or the ``state_dict()`` of an optimizer of torch over the same parameters.
 
         Raises:
-            ValueError: another plan (model, bucket size, world size) or another rank.
+            ValueError: other parameters, or elements that this rank owns are missing; nothing is changed then.
         """
-        expected = (self.handle.plan.digest, self.handle.buffers.comm.rank)
-        found = (state_dict["plan_digest"], state_dict["dp_rank"])
-        if expected != found:
-            raise ValueError(
-                f"optimizer state of plan {found[0][:12]} rank {found[1]} does not fit plan {expected[0][:12]} rank "
-                f"{expected[1]}; rank-local state needs the same model, bucket size and world size"
-            )
-        self._runs = [make_runs_of(self.handle.buffers, spans) for spans in state_dict["spans"]]
+        state, groups = self._as_named(state_dict)
+        self.set_state(state, groups)
+
+    def wanted_state(self, dtypes: Mapping[str, Mapping[str, torch.dtype]]) -> State:
+        """Empty shards for what this rank needs of a saved state; see ``StateMap.wanted``."""
+        return StateMap(self.handle.buffers).wanted(self._all_runs(), dtypes)
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """``param_groups`` with plain names in place of parameters."""
+        names = {id(param): plain_name(name) for name, param in self.handle.model.named_parameters()}
+        return [
+            {**group, "params": [names[id(param)] for param in group["params"] if param is not self._probe]}
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def set_state(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace state and hyper-parameters, both by name, and let the parameters follow the masters.
+
+        Raises:
+            ValueError: as ``load_state_dict``.
+        """
+        own_groups = self.named_groups()
+        if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
+            raise ValueError(f"saved param groups do not fit: {first_other_group(groups, own_groups)}")
+        buffers = self.handle.buffers
+        state_map = StateMap(buffers)
+        names = [plain_name(spec.name) for spec in self.handle.plan.params]
+        labels = [label_of(state.get(name, {})) for name in names]
+        for spec, name in zip(self.handle.plan.params, names):
+            for key, value in state.get(name, {}).items():
+                if isinstance(value, FlatShard) and value.numel != spec.numel:
+                    raise ValueError(f"saved '{key}' of '{name}' has {value.numel} elements, here {spec.numel}")
+        all_runs, new_state = [], {}
+        for group in self.param_groups:
+            runs = split_runs(make_runs(buffers, group["params"]), labels, {})
+            all_runs.append(runs)
+            for run in runs:
+                try:
+                    new_state[run] = state_of_run(run, state_map, state, names[run.pieces[0][0]])
+                except KeyError as error:
+                    raise ValueError(f"{error.args[0]}; a rank-local state loads on the rank it came from") from None
+        self._runs = all_runs
         self.inner.state.clear()
-        for inner, runs in zip(self.inner.param_groups, self._runs):
+        for outer, inner, runs, saved in zip(self.param_groups, self.inner.param_groups, all_runs, groups):
+            outer.update({key: like(outer.get(key), value) for key, value in saved.items() if key != "params"})
             inner["params"] = [run.master for run in runs]
-        self.inner.load_state_dict(state_dict["inner"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            group.update(saved)
-        masters = iter(state_dict["masters"])
-        with torch.no_grad():
-            for run in self._all_runs():
-                run.master.copy_(next(masters))
-                run.write_params()
-        gatherer = self.handle.buffers.gatherer
+            for run in runs:
+                entries = new_state[run]
+                master = entries.pop(MASTER, None)
+                if master is not None:
+                    run.master.copy_(master)
+                    run.write_params()
+                if entries:
+                    self.inner.state[run.master] = entries
+        gatherer = buffers.gatherer
         if gatherer is not None:
             gatherer.wait_all()
             gatherer.mark_stale()
             gatherer.wait_all()
+        self._written = self._versions()
+
+    def _as_named(self, state_dict: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
+        """State and groups by name; torch numbers parameters in the order of its groups."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        params = {plain_name(name): param for name, param in self.handle.model.named_parameters()}
+        names: dict[Any, str] = {name: name for name in params}
+        own = self.named_groups()
+        if any(isinstance(param, int) for group in groups for param in group["params"]):
+            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
+                raise ValueError("saved param groups do not fit: they have other numbers of parameters")
+            for saved, mine in zip(groups, own):
+                names.update(zip(saved["params"], mine["params"]))
+                saved["params"] = mine["params"]
+        state: State = {}
+        for key, entries in state_dict["state"].items():
+            name = names.get(key)
+            if name is None:
+                raise ValueError(f"saved state is of a parameter '{key}' that the model does not have")
+            state[name] = {}
+            for entry, value in entries.items():
+                if is_elementwise(entry, value, params[name]):
+                    value = FlatShard.whole(value)
+                elif isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(
+                        f"saved '{entry}' of '{name}' has shape {tuple(value.shape)}, the parameter "
+                        f"{tuple(params[name].shape)}"
+                    )
+                if value is not None:
+                    state[name][entry] = value
+        return state, groups
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -190,6 +285,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         for run in self._all_runs():
             run.read_params()
+        self._written = self._versions()
+
+    def _is_skipped(self) -> bool:
+        """Whether this step is not to be taken, the same on all ranks."""
+        if not bool(self._found_inf()):
+            self._skipped_in_a_row = 0
+            return False
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        log.warning("skipped a step with NaN or Inf in the gradients, %d in this run", self.skipped_steps)
+        if self._skipped_in_a_row == self._max_skipped:
+            names = ", ".join(not_finite(self.handle.buffers, self._all_runs()))
+            raise RuntimeError(
+                f"{self._skipped_in_a_row} steps in a row had NaN or Inf in the gradients, the last in {names}; lower "
+                "the learning rate or go back to a checkpoint"
+            )
+        return True
+
+    def _versions(self) -> list[int]:
+        """How often each parameter that has a master of its own was written."""
+        buffers = self.handle.buffers
+        masters = {param for run in self._all_runs() if not run.is_aliased for param, _ in run.pieces}
+        return [_compat.version_of(buffers.params[param]) for param in sorted(masters)]
+
+    def _warn_of_written_weights(self) -> None:
+        if self._versions() != self._written:
+            warnings.warn(
+                "weights were written since the last step (load_state_dict, copy_, an initialization), but their "
+                "fp32 masters were not, and this step undoes the change; call "
+                "opt.reload_model_params() after writing weights",
+                stacklevel=3,
+            )
+            self._written = self._versions()
 
     def _refuse_unattached(self) -> None:
         for param in self._unattached:
@@ -219,51 +347,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return None
         return self._clipping[1]
 
+    def _found_inf(self) -> Tensor:
+        self._synchronize()
+        return found_inf(self.handle.buffers, self._all_runs())
+
     def _unscale(self) -> None:
         """Multiply gradients by what ``GradScaler`` multiplied the probe's by, once."""
         factor = self._probe.take_factor()
         if factor is not None:
-            _scale([run.grad for run in self._all_runs()], factor)
-
-    def _found_inf(self) -> Tensor:
-        """Whether a reduced gradient is not finite on any rank: 0-dim bool."""
-        self._synchronize()
-        finite = [run.grad.isfinite().all() for run in self._all_runs()]
-        device = self.handle.buffers.token.device
-        local = torch.stack(finite).logical_not().any() if finite else torch.zeros((), dtype=torch.bool, device=device)
-        flags = local.to(torch.uint8).reshape(1)
-        self.handle.buffers.comm.all_reduce_max(flags).wait()
-        return flags[0].bool()
-
-    def _total_norm(self, norm_type: float) -> Tensor:
-        """Over all ranks and parameters. Expert gradients count once for each set of experts."""
-        buffers, comm = self.handle.buffers, self.handle.buffers.comm
-        is_expert = [layout.key.is_expert_parallel for layout in self.handle.plan.layouts]
-        dense = self._local_norm([run.grad for run in self._all_runs() if not is_expert[run.buffer]], norm_type)
-        expert = self._local_norm([run.grad for run in self._all_runs() if is_expert[run.buffer]], norm_type)
-        if norm_type == float("inf"):
-            return comm.reduce_scalar(torch.maximum(dense, expert), maximum=True)
-        dense, expert = dense.pow(norm_type), expert.pow(norm_type)
-        if self.handle.plan.sharded:
-            return comm.reduce_scalar(dense + expert, maximum=False).pow(1.0 / norm_type)
-        if any(is_expert):
-            # Every rank has all of its gradients; the same experts are on as many ranks as share them.
-            expert = comm.reduce_scalar(expert / buffers.comms.full_size(is_expert=True), maximum=False)
-        return (dense + expert).pow(1.0 / norm_type)
-
-    def _local_norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
-        # In chunks: the fp32 norm of one long run loses digits on the CPU (1e-4 relative at 5M elements).
-        chunks = [chunk for grad in grads for chunk in grad.split(NORM_CHUNK)]
-        if not chunks:
-            return torch.zeros((), device=self.handle.buffers.token.device)
-        norms = torch.stack(torch._foreach_norm(chunks, norm_type, dtype=torch.float32))
-        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        return norm
-
-
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
-    if grads:
-        torch._foreach_mul_(grads, factor)
+            scale_grads([run.grad for run in self._all_runs()], factor)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

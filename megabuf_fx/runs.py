@@ -10,7 +10,7 @@ steps cannot stay one: it is cut where the first difference appears, its state w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -112,8 +112,8 @@ def check_params(buffers: ModelBuffers, runs: Iterable[Run]) -> None:
                 )
 
 
-def split_runs(runs: Sequence[Run], used: Sequence[bool], state: MutableMapping[Any, Any]) -> list[Run]:
-    """Cut runs in which some parameters have gradients and others have not, and the optimizer's ``state`` with them."""
+def split_runs(runs: Sequence[Run], used: Sequence[Hashable], state: MutableMapping[Any, Any]) -> list[Run]:
+    """Cut runs so that ``used`` is the same for all parameters of one, and the optimizer's ``state`` with them."""
     result: list[Run] = []
     for run in runs:
         if len({used[param] for param, _ in run.pieces}) == 1:
@@ -123,7 +123,7 @@ def split_runs(runs: Sequence[Run], used: Sequence[bool], state: MutableMapping[
     return result
 
 
-def _split(run: Run, used: Sequence[bool], state: MutableMapping[Any, Any]) -> list[Run]:
+def _split(run: Run, used: Sequence[Hashable], state: MutableMapping[Any, Any]) -> list[Run]:
     entries: dict[str, Any] = state.pop(run.master, {})
     parts = []
     offset = 0

@@ -9,17 +9,29 @@ Gathers start in reverse order, all together. So the sequence of collectives is 
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megabuf_fx.runtime.buffers import ParamGradBuffer
-from megabuf_fx.runtime.collectives import Comm, PendingWork
+from megabuf_fx.runtime.collectives import ADVICE, CollectiveError, Comm, PendingWork
 from megabuf_fx.runtime.plan import Bucket, BucketPlan
 from megabuf_fx.runtime.scaling import GradScaling
 from megabuf_fx.runtime.transports import ReduceScatter
+
+
+@contextlib.contextmanager
+def named_failure(plan: BucketPlan, group: int, step: int, what: str) -> Iterator[None]:
+    """Say of a failing collective which bucket group it carried, and in which step (counted from ``attach``)."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [plan.params[param].name for param in plan.groups[group].params]
+        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        raise CollectiveError(f"{what} of bucket {group} ({shown}) failed in step {step}: {error}\n{ADVICE}") from error
 
 
 class GradPhase(enum.Enum):
@@ -57,6 +69,8 @@ class GradReducer:
         self.plan = plan
         self.buffers = buffers
         self.channels = channels
+        self.step = 0
+        """For messages."""
         self.force_all_reduce = False
         """Sharded: give every rank complete gradients (Megatron ``force_all_reduce``). Read when a group starts."""
         self.phases = [GradPhase.OPEN] * len(plan.groups)
@@ -93,8 +107,9 @@ class GradReducer:
     def wait(self, group: int) -> None:
         """Wait for the group's reduction; a group that is not in flight is left alone."""
         if self.phases[group] is GradPhase.REDUCING:
-            for work in self._works.pop(group):
-                work.wait()
+            with named_failure(self.plan, group, self.step, "the gradient reduction"):
+                for work in self._works.pop(group):
+                    work.wait()
             for bucket in self.plan.groups[group].buckets:
                 self.buffers[bucket.buffer].restore_promoted(bucket.params)
             self.phases[group] = GradPhase.REDUCED
@@ -135,10 +150,11 @@ class GradReducer:
             full = self.full_grad(bucket)
             if scaling.factor != 1:
                 full.mul_(float(scaling.factor))
-            if is_scattered:
-                works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
-            else:
-                works.append(comm.all_reduce(full, average=scaling.average))
+            with named_failure(self.plan, group, self.step, "the gradient reduction"):
+                if is_scattered:
+                    works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
+                else:
+                    works.append(comm.all_reduce(full, average=scaling.average))
         self._works[group] = works
         self.phases[group] = GradPhase.REDUCING
         self.is_complete[group] = not is_scattered
@@ -163,6 +179,8 @@ class ParamGatherer:
         self.buffers = buffers
         self.comms = comms
         self.prefetch = prefetch
+        self.step = 0
+        """For messages."""
         self.phases = [ParamPhase.CURRENT] * len(plan.groups)
         self._works: dict[int, list[PendingWork]] = {}
 
@@ -190,8 +208,9 @@ class ParamGatherer:
         if self.phases[group] is ParamPhase.CURRENT:
             return
         self._start_down_to(0 if self.prefetch is None else group - self.prefetch)
-        for work in self._works.pop(group):
-            work.wait()
+        with named_failure(self.plan, group, self.step, "the parameter gather"):
+            for work in self._works.pop(group):
+                work.wait()
         self.phases[group] = ParamPhase.CURRENT
 
     def wait_all(self) -> None:
@@ -222,10 +241,11 @@ class ParamGatherer:
     def _start_down_to(self, last: int) -> None:
         for group in reversed(range(max(last, 0), len(self.phases))):
             if self.phases[group] is ParamPhase.STALE:
-                self._works[group] = [
-                    self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
-                    for bucket in self.plan.groups[group].buckets
-                ]
+                with named_failure(self.plan, group, self.step, "the parameter gather"):
+                    self._works[group] = [
+                        self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
+                        for bucket in self.plan.groups[group].buckets
+                    ]
                 self.phases[group] = ParamPhase.GATHERING
 
     def _full(self, bucket: Bucket) -> Tensor:

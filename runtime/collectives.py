@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,13 @@ from torch import Tensor
 # torch 2.13 renamed them and warns about the old names, which 2.11 only has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+ADVICE = "Another rank has died, is stuck or cannot be reached; its own error says more. Restart from a checkpoint"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out; the message names what it carried."""
 
 
 class PendingWork(NamedTuple):
@@ -175,17 +182,32 @@ class ProcessGroupComm:
         return PendingWork(_waiter(work), (received, sent))
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return PendingWork(_waiter(work), (flags,))
+        with self._named("a maximum of flags"):
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def wait() -> None:
+            with self._named("a maximum of flags"):
+                _waiter(work)()
+
+        return PendingWork(wait, (flags,))
 
     def all_gather_object(self, value: object) -> list[object]:
         values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._named("an exchange of objects"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
+        with self._named("the reduction of a number"):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
         return value
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(f"{what} over {self.name} ({self.size} ranks) failed: {error}\n{ADVICE}") from error
 
     def broadcast(self, tensor: Tensor) -> None:
         if not tensor.numel():

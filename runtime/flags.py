@@ -42,5 +42,10 @@ def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
         shape=tuple(param.shape),
         dtype=param.dtype,
         shared_embedding=bool(getattr(param, "shared_embedding", False)),
-        allreduce=bool(getattr(param, "allreduce", True)),
+        allreduce=not is_expert(param),
     )
+
+
+def is_expert(tensor: Tensor) -> bool:
+    """Whether other ranks have other experts under this tensor's name (Megatron ``allreduce = False``)."""
+    return not getattr(tensor, "allreduce", True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megabuf_fx.runtime.bucket_groups import GradChannel, GradReducer, ParamGatherer
 from megabuf_fx.runtime.buffers import ParamGradBuffer
+from megabuf_fx.runtime.drift import DriftCheck
 from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
@@ -46,6 +47,7 @@ class RuntimeOptions:
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     check_for_nan_in_grad: bool = False
     check_for_large_grads: bool = False
+    check_for_drift_every: int | None = None
     debug_nan_stale_params: bool = False
 
 
@@ -104,6 +106,8 @@ class ModelBuffers:
         self._backward_id = -1
         self._is_reduced = False
         """``publishes_grad``: nothing was accumulated since the last reduction."""
+        self._is_finished = False
+        """Everything of this step is reduced; nothing can be added before the next reset."""
         self._is_reduced_before = False
         """The same, when the running backward began."""
         self._untouched_id = -1
@@ -114,6 +118,8 @@ class ModelBuffers:
             if checks
             else None
         )
+        every = options.check_for_drift_every
+        self._drift = DriftCheck(plan, self.comms, self.params, every) if every is not None else None
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
@@ -188,6 +194,7 @@ class ModelBuffers:
         if self.gatherer is not None and not self.options.align_param_gather:
             self.gatherer.start_ahead()
         if self.publishes_grad and not in_backward and self.reducer.has_started:
+            self._is_finished = False
             self.reducer.reset()
             self.state.reopen()
             self._in_flight.clear()
@@ -355,7 +362,7 @@ class ModelBuffers:
             RuntimeError: NaN or Inf was found; complete gradients are wanted of a group that was reduce-scattered.
         """
         self.comm.check_alive()
-        if self._is_reduced and any(param.grad is not None for param in self.params):
+        if self._is_finished or (self._is_reduced and any(param.grad is not None for param in self.params)):
             return
         self._start_remaining(force_all_reduce=force_all_reduce)
         for exchange in self._usage:
@@ -364,8 +371,12 @@ class ModelBuffers:
             self.reducer.wait(group)
         self._late.reduce()
         self.state.is_unsynced = False
+        self._is_finished = True
         if self._checks is not None:
             self._checks.report()
+        if self._drift is not None and self._drift.is_due():
+            self.sync_params()
+            self._drift.check()
 
     def _start_remaining(self, *, force_all_reduce: bool) -> None:
         reducer = self.reducer
@@ -403,8 +414,12 @@ class ModelBuffers:
 
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
-        self.resets += 1
         self.reducer.reset()
+        self._is_finished = False
+        self.resets += 1
+        self.reducer.step = self.resets
+        if self.gatherer is not None:
+            self.gatherer.step = self.resets
         self.state.reset()
         for exchange in self._usage:
             exchange.reset()
@@ -414,6 +429,7 @@ class ModelBuffers:
 
     def reopen(self) -> None:
         """Allow further accumulation on top of published gradients, which are equal on all ranks."""
+        self._is_finished = False
         self.reducer.reset()
         self.state.reopen()
         self._is_reduced = True

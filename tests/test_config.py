@@ -39,6 +39,7 @@ def test_defaults() -> None:
         "num_distributed_optimizer_instances": 1,
         "check_for_nan_in_grad": False,
         "check_for_large_grads": False,
+        "check_for_drift_every": None,
         "pad_buckets_for_high_nccl_busbw": False,
         "init_sync": True,
         "gradient_accumulation_fusion": True,

@@ -26,7 +26,6 @@ class Row(NamedTuple):
 LAYER_WISE = "the layer-wise optimizer (Muon) is not there yet"
 FINALIZE = "finalize_model_grads is not there yet; the caller reduces what other axes need"
 QUANTIZED = "quantized buffers are not there yet; their layout is"
-CHECKPOINTS = "checkpoints across sizes are not there yet; state_dict is rank-local and refuses another plan"
 NOT_OURS = "outside of buffers"
 
 BUFFERS = "distributed/test_param_and_grad_buffer.py"
@@ -203,7 +202,11 @@ ROWS = [
         "precision-aware Adam: moments and masters of other dtypes",
         why="masters are fp32, moments are the torch class's own",
     ),
-    Row(OPTIMIZER, "save and load with state that is no tensor; sharded_state_dict keys", why=CHECKPOINTS),
+    Row(
+        OPTIMIZER,
+        "save and load with state that is no tensor; sharded_state_dict keys",
+        ("test_checkpoint.py::test_state_dict_behaves_as_in_torch",),
+    ),
     Row(
         OPTIMIZER,
         "reload_model_params: masters become the parameters, exactly",
@@ -217,7 +220,12 @@ ROWS = [
     Row("test_optimizer_param_scheduler.py", "schedules of lr and weight decay", why="torch schedulers, unchanged"),
     Row("test_optimizer_cpu_offloading.py", "optimizer on the CPU", why="not there"),
     Row(LAYER_WISE_FILE, "every behaviour", why=LAYER_WISE),
-    Row(CHECKPOINT_FILE, "buffer-space state across sizes and divisors; fully reshardable state", why=CHECKPOINTS),
+    Row(
+        CHECKPOINT_FILE,
+        "buffer-space state across sizes and divisors; fully reshardable state",
+        ("test_checkpoint_worlds.py::test_loading_elsewhere_changes_no_bit",),
+        "one form only: by parameter, in logical order",
+    ),
     Row("dist_checkpointing/test_layer_wise_optimizer.py", "every behaviour", why=LAYER_WISE),
     Row("rl/test_rl_utils.py", "gradient buffers offloaded and restored", why="offloading is not there yet"),
     Row(

@@ -148,8 +148,8 @@ class Planned(NamedTuple):
 def attach(model: nn.Module, config: mb.MegabufConfig) -> Planned:
     has_experts = any(not getattr(param, "allreduce", True) for param in model.parameters())
     # The package has a function of the module's name.
-    handle_module = importlib.import_module("megabuf_fx.handle")
-    with mock.patch.object(handle_module, "plan_buckets", wraps=plan_buckets) as spy:
+    attach_module = importlib.import_module("megabuf_fx.attach")
+    with mock.patch.object(attach_module, "plan_buckets", wraps=plan_buckets) as spy:
         buf = mb.attach(model, config, expert_process_group=dist.group.WORLD if has_experts else None)
     is_dense = [buf.plan.params[group.params[0]].allreduce for group in buf.plan.groups]
     buf.detach()

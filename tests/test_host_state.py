@@ -294,7 +294,7 @@ def train_branches(rank: int, pattern: str, mode: str, optimizer_class: type) ->
     world = dist.get_world_size()
     plain = seeded(Branches)
     model = twin(plain)
-    options = {"lr": LR, "weight_decay": 0.3}
+    options: dict[str, Any] = {"lr": LR, "weight_decay": 0.3}
     reference = optimizer_class(plain.parameters(), **options)
     buf = mb.attach(model, mb.MegabufConfig(bucket_size=60, inner_compiler="aot_eager", **MODES[mode]))
     call = torch.compile(model, backend="megabuf")

@@ -1,0 +1,166 @@
+"""``attach``: give a model its buffers. Everything that can be refused is refused here, on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import megabuf_fx._compat as _compat
+from megabuf_fx.checks import check_groups, check_model, compare_ranks
+from megabuf_fx.config import MegabufConfig
+from megabuf_fx.handle import MegabufHandle, live_handles
+from megabuf_fx.runtime.collectives import Comm
+from megabuf_fx.runtime.flags import spec_of
+from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
+from megabuf_fx.runtime.model_buffers import ModelBuffers, RuntimeOptions
+from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
+from megabuf_fx.runtime.transports import CommPair, Communicators, make_comm_pair
+
+log = logging.getLogger("megabuf_fx.attach")
+
+
+def attach(
+    model: nn.Module,
+    config: MegabufConfig | None = None,
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    expert_process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> MegabufHandle:
+    """Move the trainable parameters' gradients (and, sharded, their values) into contiguous buffers.
+
+    Collective: every rank of ``process_group`` (default: the world) must call it with an equal model and config.
+    Without an initialized process group the model trains alone. Parameters with ``allreduce = False`` are experts (as
+    in Megatron): they have buffers of their own, reduced over ``expert_process_group``, the ranks of ``process_group``
+    that hold the same experts.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``config`` no ``MegabufConfig``.
+        ValueError: no trainable parameters, complex ones, several devices, attached twice, a rank outside of the group,
+            expert parameters without their group, optimizer instances that do not divide the ranks, or ranks that
+            differ; the message names the first difference.
+        NotImplementedError: models wrapped by DDP or FSDP2, tensor-subclass or meta parameters.
+        RuntimeError: several processes were started but ``torch.distributed`` is not initialized.
+    """
+    model = _compat.unwrap_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+    config = MegabufConfig() if config is None else config
+    if not isinstance(config, MegabufConfig):
+        raise TypeError(f"config must be a MegabufConfig, got {type(config).__name__}")
+    config = config.with_environment()
+    group = _resolve_group(process_group)
+    expert_group = _resolve_group(expert_process_group) if expert_process_group is not None else None
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    problem: str | None = None
+    error: Exception | None = None
+    specs: list[ParamSpec] = []
+    try:
+        check_model(model, named, [handle.buffers for handle in live_handles()])
+        specs = [spec_of(name, param) for name, param in named]
+        check_groups(specs, config, group, expert_group)
+    except (ValueError, NotImplementedError) as caught:
+        # A rank whose model is refused tells the others first, so that none of them waits.
+        problem, error = str(caught), caught
+    timeout = _compat.group_timeout(group) if group is not None else None
+    dense = make_comm_pair(group, name="megabuf", timeout=timeout)
+    try:
+        compare_ranks(dense.grads, problem, error, specs, config)
+    except (ValueError, NotImplementedError):
+        dense.close()
+        raise
+    comms = _make_communicators(dense, config, specs, group, expert_group, timeout)
+    if config.init_sync:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            is_expert = comms.expert is not None and not getattr(tensor, "allreduce", True)
+            comms.pair(is_expert=is_expert).params.broadcast(tensor.detach())
+    plan = _plan(config, specs, comms)
+    if not plan.sharded:
+        # Nothing is gathered; they have served the broadcast.
+        comms.close_params()
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RuntimeOptions)}
+    buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options))
+    log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
+    return MegabufHandle(model, config, plan, buffers, group, _expert_rank(comms.dense.grads, expert_group))
+
+
+def _expert_rank(comm: Comm, expert_group: dist.ProcessGroup | None) -> int | None:
+    """Expert groups are numbered by their first ranks."""
+    if expert_group is None:
+        return None
+    first = min(dist.get_process_group_ranks(expert_group))
+    return sorted({answer for answer in comm.all_gather_object(first) if isinstance(answer, int)}).index(first)
+
+
+def _make_communicators(
+    dense: CommPair,
+    config: MegabufConfig,
+    specs: Sequence[ParamSpec],
+    group: dist.ProcessGroup | None,
+    expert_group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
+) -> Communicators:
+    """``dense`` joins all ranks; several optimizer instances take its place by communicators inside and across."""
+    instances = config.num_distributed_optimizer_instances
+    if instances > 1:
+        dense.close()
+        dense = make_comm_pair(group, name="megabuf", timeout=timeout, instances=instances)
+    if all(spec.allreduce for spec in specs):
+        return Communicators(dense, None, instances)
+    expert = make_comm_pair(expert_group, name="megabuf_expert", timeout=timeout, instances=instances)
+    return Communicators(dense, expert, instances)
+
+
+def _plan(config: MegabufConfig, specs: Sequence[ParamSpec], comms: Communicators) -> BucketPlan:
+    bucket_size = resolve_bucket_size(
+        bucket_size=config.bucket_size,
+        num_buckets=config.num_buckets,
+        numel=sum(spec.numel for spec in specs),
+        dp_size=comms.full_size(is_expert=False),
+        overlap_grad_reduce=config.overlap_grad_reduce,
+    )
+    if config.disable_bucketing or config.pipeline_parallel_rank > 0:
+        bucket_size = None
+    return plan_buckets(
+        specs,
+        dp_size=comms.dense.grads.size,
+        expert_dp_size=comms.expert.grads.size if comms.expert is not None else None,
+        sharded=config.use_distributed_optimizer,
+        bucket_size=bucket_size,
+        grad_reduce_in_fp32=config.grad_reduce_in_fp32,
+        dense=config.dense_layout,
+        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+        force_single_bucket_group=config.disable_bucketing,
+        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
+    )
+
+
+def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group meant, None for a single process."""
+    if process_group is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; call "
+                "torch.distributed.init_process_group() before attach, or each process would train alone"
+            )
+        return None
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a {process_group.ndim}-dimensional DeviceMesh {process_group}; pass the "
+                "data-parallel axis, for example mesh['dp']"
+            )
+        return process_group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group must be a ProcessGroup or DeviceMesh of which this rank is a member, got {process_group!r}"
+        )
+    return process_group
