@@ -57,9 +57,11 @@ def test_equals_megatron(trajectories: Trajectories, world: int, compiled: bool)
     assert len(answers[0]) == len(runs) + fused
 
 
-INDUCTOR_BF16_BOUNDS = Bounds(loss=2e-2, grad_norm=5e-2, final=5e-2, main_grad_owned=1e-2, main_grad_rest=1e-2)
+INDUCTOR_BF16_BOUNDS = Bounds(loss=4e-2, grad_norm=1e-1, final=5e-2, main_grad_owned=1e-2, main_grad_rest=1e-2)
 """Inductor keeps fp32 inside a fused kernel where eager rounds every result to bf16, so each step differs by some bf16
-numbers, and an element whose gradient is about that small may go the other way for a step of 0.01: measured 2.1e-2."""
+numbers, and an element whose gradient is about that small may go the other way for a step of 0.01: final 2.1e-2. In
+five steps of ``gpt_untied`` the loss (sums up to 8) comes to differ by 2.3e-2 and the norm by 5.7e-2; those of plain
+torch compiled by Inductor differ from the oracle by 2.0e-2 and 4.5e-2."""
 
 KINDS = (
     "w2_mlp_fp32_distopt_overlap",
