@@ -26,6 +26,9 @@ MODES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_param_gather": True},
     "plain": {"use_distributed_optimizer": False},
 }
+INNER: dict[str, Any] = {"inner_compiler": "aot_eager"}
+"""What compiles a ``Pair``'s graphs."""
+
 BOUND = 2e-5
 """Largest difference of any parameter after any step."""
 
@@ -63,7 +66,7 @@ class Pair:
         if before_attach is not None:
             before_attach(self.plain)
             before_attach(self.model)
-        config = {"inner_compiler": "aot_eager", **MODES[mode], **(attach or {})}
+        config = {**INNER, **MODES[mode], **(attach or {})}
         self.buf = mb.attach(self.model, mb.MegabufConfig(**config))
         if in_place:
             self.model.compile(backend="megabuf", **(compile or {}))
@@ -181,6 +184,12 @@ def run_cases(cases: Mapping[str, Callable[[], Iterable[str]]]) -> list[str]:
             problems.append(f"{name}: {traceback.format_exc()}")
         fresh_compiler()
     return problems
+
+
+def under_inductor(rank: int, cases: Callable[[int], list[str]]) -> list[str]:
+    """``cases`` with Inductor as the inner compiler."""
+    with mock.patch.dict(INNER, inner_compiler="inductor"):
+        return cases(rank)
 
 
 def check_on(world: int, ranks: Callable[[int], RankGroup], cases: Callable[[int], list[str]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import RankGroup, batch, params_of
-from pair import MODES, Pair, check_on, owned, run_cases, square_loss
+from pair import INNER, MODES, Pair, check_on, owned, run_cases, square_loss
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.dist
@@ -143,6 +143,8 @@ TRANSPORTS: dict[str, tuple[dict[str, Any], str, float]] = {
 
 def mixed_dtypes(fuse: bool, transport: str) -> list[str]:
     options, grad_dtype, bound = TRANSPORTS[transport]
+    # Inductor keeps fp32 where eager rounds an activation's gradient to bf16: measured 3.5e-5.
+    rounding = 0.0 if INNER["inner_compiler"] == "aot_eager" else 1e-4
     pair = Pair(MixedDtypes, "sharded", attach={**options, "gradient_accumulation_fusion": fuse}, lr=0.1)
     keys = sorted(f"{layout.key.param_dtype} {layout.key.grad_dtype}" for layout in pair.buf.plan.layouts)
     pair.expect(keys == [f"torch.bfloat16 {grad_dtype}", "torch.float32 torch.float32"], f"buffers are {keys}")
@@ -166,7 +168,7 @@ def mixed_dtypes(fuse: bool, transport: str) -> list[str]:
     for name, grad in pair.main_grads().items():
         pair.expect(grad.dtype == torch.float32, f"{name}: main_grad is {grad.dtype}")
         miss = relative(grad, sums[pair.rank][name])
-        pair.expect(miss <= 1e-6, f"{name}: main_grad misses the sum of micro-batches by {miss:.2g}")
+        pair.expect(miss <= 1e-6 + rounding, f"{name}: main_grad misses the sum of micro-batches by {miss:.2g}")
     typical = sums[pair.rank]["fc2.weight"].abs().mean().item() / 64
     pair.expect(2e-4 < typical < 5e-3, f"gradients are about {typical:.2g}, not 1e-3")
     worst = max(relative(narrow[name], sums[pair.rank][name]) for name in narrow)
@@ -175,7 +177,7 @@ def mixed_dtypes(fuse: bool, transport: str) -> list[str]:
     for name, found, slot in owned(pair):
         average = torch.stack([wide[name] for wide in sums]).mean(0).flatten()[slot]
         miss = relative(found, average) if len(found) else 0.0
-        pair.expect(miss <= bound, f"{name}: reduced main_grad misses the average by {miss:.2g}")
+        pair.expect(miss <= bound + rounding, f"{name}: reduced main_grad misses the average by {miss:.2g}")
     pair.optimizer.step()
     dtypes = {name: p.dtype for name, p in pair.model.named_parameters()}
     pair.expect(dtypes == {name: p.dtype for name, p in params.items()}, f"the model became {dtypes}")

@@ -303,7 +303,8 @@ def refused(build: Callable[[], nn.Module], mode: str, name: str) -> Iterator[st
 
 
 def expert_cases(rank: int) -> list[str]:
-    """V20: expert weights on a sub-group of ranks are not supported yet, and refused by name at attach."""
+    """V20: expert weights without the group of their ranks are refused by name at attach. With it they train as on one
+    process that has all experts: ``test_instances.py::test_experts_equal_eager``, world 4, two ranks per expert."""
     return run_cases({mode: partial(refused, Expert, mode, "expert.weight") for mode in MODES})
 
 
