@@ -25,12 +25,12 @@ from torch import Tensor, nn
 import megabuf_fx._compat as _compat
 import megabuf_fx.checkpoint_files as files
 from megabuf_fx.checkpoint_files import CheckpointError
-from megabuf_fx.checkpoint_state import first_names, model_state, named_groups, optimizer_state, saved_names, set_plain
+from megabuf_fx.checkpoint_state import first_names, model_state, optimizer_state, saved_names, set_plain
 from megabuf_fx.checkpoint_tensors import Group, dtype_of, read_tensors, write_tensors
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.optimizer import DistributedOptimizer
-from megabuf_fx.optimizer_state import MASTER, State
+from megabuf_fx.optimizer_state import MASTER, State, named_groups
 
 
 class Loaded(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.handle import find_handles
 from megabuf_fx.optimizer import DistributedOptimizer
-from megabuf_fx.optimizer_state import State, collect_plain, like, plain_name
+from megabuf_fx.optimizer_state import State, collect_plain, like, named_groups, plain_name
 from megabuf_fx.runtime.flags import is_expert
 
 
@@ -45,14 +45,6 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
         return state_dict["state"], state_dict["param_groups"]
     names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     return collect_plain(optimizer, names), named_groups(model, optimizer)
-
-
-def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """``param_groups`` with plain names in place of parameters."""
-    if isinstance(optimizer, DistributedOptimizer):
-        return optimizer.named_groups()
-    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
-    return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
 
 
 def set_plain(optimizer: torch.optim.Optimizer, model: nn.Module, state: State, groups: list[dict[str, Any]]) -> None:

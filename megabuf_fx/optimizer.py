@@ -25,6 +25,7 @@ from megabuf_fx.optimizer_state import (
     is_elementwise,
     label_of,
     like,
+    named_groups,
     plain_name,
     state_of_run,
 )
@@ -176,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return {
             "state": StateMap(self.handle.buffers).collect(self._all_runs(), self.inner.state),
-            "param_groups": self.named_groups(),
+            "param_groups": named_groups(self.handle.model, self),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -192,14 +193,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Empty shards for what this rank needs of a saved state; see ``StateMap.wanted``."""
         return StateMap(self.handle.buffers).wanted(self._all_runs(), dtypes)
 
-    def named_groups(self) -> list[dict[str, Any]]:
-        """``param_groups`` with plain names in place of parameters."""
-        names = {id(param): plain_name(name) for name, param in self.handle.model.named_parameters()}
-        return [
-            {**group, "params": [names[id(param)] for param in group["params"] if param is not self._probe]}
-            for group in self.param_groups
-        ]
-
     @torch.no_grad()
     def set_state(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace state and hyper-parameters, both by name, and let the parameters follow the masters.
@@ -207,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as ``load_state_dict``.
         """
-        own_groups = self.named_groups()
+        own_groups = named_groups(self.handle.model, self)
         if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
             raise ValueError(f"saved param groups do not fit: {first_other_group(groups, own_groups)}")
         buffers = self.handle.buffers
@@ -252,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = {plain_name(name): param for name, param in self.handle.model.named_parameters()}
         names: dict[Any, str] = {name: name for name in params}
-        own = self.named_groups()
+        own = named_groups(self.handle.model, self)
         if any(isinstance(param, int) for group in groups for param in group["params"]):
             if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
                 raise ValueError("saved param groups do not fit: they have other numbers of parameters")

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabuf_fx.flat_shard import FlatShard, Piece
 from megabuf_fx.runs import Run
 from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.scaler_probe import ScalerProbe
 
 MASTER = "master"
 
@@ -143,6 +144,15 @@ class StateMap:
                     memory[key][start : start + values.numel()] = values
         shards = {key: FlatShard.whole(m.as_strided(view.shape, view.stride())) for key, m in memory.items()}
         found[name] = {**scalars, **shards}
+
+
+def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """``param_groups`` with plain names in place of parameters; a ``ScalerProbe`` has none and is left out."""
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    return [
+        {**group, "params": [names[id(param)] for param in group["params"] if not isinstance(param, ScalerProbe)]}
+        for group in optimizer.param_groups
+    ]
 
 
 def collect_plain(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> State:

@@ -203,7 +203,7 @@ class TracedGraph:
 
     def _compile_forward(self, binding: Binding) -> None:
         assert self._forward_source is not None
-        gathering = {h for h, model in binding.models.items() if model.overlap_param_gather}
+        gathering = {h for h, model in binding.models.items() if model.options.overlap_param_gather}
         extras: tuple[ExtraInput, ...] = ()
         waiting = [param for param in binding.plan.params if param.handle in gathering]
         if waiting:

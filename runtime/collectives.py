@@ -53,10 +53,6 @@ class Comm(Protocol):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork: ...
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
-        """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
-        ...
-
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         """Elementwise maximum over the group, in place."""
         ...
@@ -97,10 +93,6 @@ class LocalComm:
         return PendingWork(_nothing, ())
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
-        return PendingWork(_nothing, ())
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
-        received.copy_(sent)
         return PendingWork(_nothing, ())
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
@@ -178,6 +170,7 @@ class ProcessGroupComm:
         return PendingWork(_waiter(work), (full, shard))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (received, sent))
 

@@ -35,20 +35,20 @@ from megabuf_fx.runtime.usage import UsageExchange
 class RuntimeOptions:
     """What the running model needs of the user's config; fields as in ``MegabufConfig``."""
 
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
-    align_param_gather: bool = False
-    overlap_param_gather_with_optimizer_step: bool = False
-    param_gather_prefetch: int | None = None
-    find_unused_parameters: bool = True
-    average_in_collective: bool = False
-    calculate_per_token_loss: bool = False
-    reduce_scatter_with_fp32_accumulation: bool = False
-    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    check_for_nan_in_grad: bool = False
-    check_for_large_grads: bool = False
-    check_for_drift_every: int | None = None
-    debug_nan_stale_params: bool = False
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    align_param_gather: bool
+    overlap_param_gather_with_optimizer_step: bool
+    param_gather_prefetch: int | None
+    find_unused_parameters: bool
+    average_in_collective: bool
+    calculate_per_token_loss: bool
+    reduce_scatter_with_fp32_accumulation: bool
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...]
+    check_for_nan_in_grad: bool
+    check_for_large_grads: bool
+    check_for_drift_every: int | None
+    debug_nan_stale_params: bool
 
 
 class ModelBuffers:
@@ -66,7 +66,6 @@ class ModelBuffers:
         self.comm = comms.dense.grads
         """Joins all ranks; everything but the collectives of expert buckets runs on it."""
         self.options = options
-        self.overlap_param_gather = options.overlap_param_gather
         device = params[0].device
         promoted = _find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
         self.buffers = [
@@ -106,10 +105,10 @@ class ModelBuffers:
         self._backward_id = -1
         self._is_reduced = False
         """``publishes_grad``: nothing was accumulated since the last reduction."""
-        self._is_finished = False
-        """Everything of this step is reduced; nothing can be added before the next reset."""
         self._is_reduced_before = False
         """The same, when the running backward began."""
+        self._is_finished = False
+        """Everything of this step is reduced; nothing can be added before the next reset."""
         self._untouched_id = -1
         self._usage = self._usage_exchanges(device) if options.find_unused_parameters else []
         checks = options.check_for_nan_in_grad or options.check_for_large_grads
@@ -445,7 +444,7 @@ class ModelBuffers:
         self.gatherer.mark_stale()
         if self.options.debug_nan_stale_params:
             self.gatherer.fill_stale(float("nan"))
-        if not self.overlap_param_gather:
+        if not self.options.overlap_param_gather:
             self.gatherer.wait_all()
             return
         if self.options.overlap_param_gather_with_optimizer_step or self.state.eager_groups:

@@ -30,7 +30,7 @@ class AllToAllReduceScatter:
     ``one_at_a_time`` finishes the previous reduction before it starts the next, so that one temporary is alive at most.
     """
 
-    def __init__(self, comm: Comm, *, one_at_a_time: bool) -> None:
+    def __init__(self, comm: ProcessGroupComm, *, one_at_a_time: bool) -> None:
         self._comm = comm
         self._one_at_a_time = one_at_a_time
         self._previous: Callable[[], None] | None = None
@@ -91,9 +91,6 @@ class HybridComm:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         return self._intra.all_gather(full, shard)
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
-        return self._intra.all_to_all(received, sent)
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         return self._then(self._intra.all_reduce_max(flags), lambda: self._inter.all_reduce_max(flags), flags)

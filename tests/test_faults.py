@@ -79,9 +79,10 @@ FAULTS = {
     "hang in backward": REDUCTION,
     "raise in backward": REDUCTION,
     # All ranks have sent their buckets; the others wait for what comes next.
-    "hang in reduce": "CollectiveError: ",
+    "hang in reduce": "CollectiveError: the reduction of a number over megabuf_grads (2 ranks) failed",
     "kill in step": "CollectiveError: the parameter gather of bucket",
-    "hang in save": "Error: ",
+    # The model's state_dict gathers what the step has updated.
+    "hang in save": "CollectiveError: the parameter gather of bucket 1 (0.bias ... 0.weight) failed in step 3",
 }
 """Part of what rank 0 says when rank 1 fails so in step 2."""
 
@@ -103,6 +104,9 @@ def test_the_others_end_with_an_error(tmp_path: Path, fault: str) -> None:
     ]
     try:
         output, errors = processes[0].communicate(timeout=120)
+        if fault.startswith("raise"):
+            assert "ValueError: planned" in processes[1].communicate(timeout=30)[1]
+            assert processes[1].returncode != 0
     finally:
         for process in processes:
             process.kill()

@@ -6,7 +6,6 @@ Trained ones are within 2e-5 of eager training per parameter and step (lr 1e-3 w
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from helpers import (
     RankGroup,
     batch,
     error_text,
-    free_port,
     max_difference,
     params_of,
     seeded,
     twin,
 )
+from situations_graphs import BrokenLoop
 from torch import Tensor, nn
 
 import megabuf_fx as mb
@@ -152,35 +151,6 @@ def test_module_hook_added_after_compilation(ranks: Callable[[int], RankGroup], 
         assert calls == "1 calls"
 
 
-class BrokenBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        torch._dynamo.graph_break()
-        return torch.tanh(self.last(x))
-
-
-class BrokenLoop(nn.Module):
-    """A graph break inside a loop: Dynamo runs this frame eagerly and compiles what it calls, piece by piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([BrokenBlock(), BrokenBlock()])
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.last(x)
-        return result
-
-
 def bare_pieces(rank: int, form: str) -> str | None:
     plain = seeded(BrokenLoop)
     model = twin(plain)
@@ -230,34 +200,11 @@ for step in range(3):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("launcher", ["torchrun", "bare"])
-def test_one_rank_raises_and_all_end(tmp_path: Path, launcher: str) -> None:
-    """Nobody hangs: torchrun ends the others, and without it their collectives fail."""
+def test_one_rank_raises_and_torchrun_ends_all(tmp_path: Path) -> None:
+    """Nobody hangs. What the others say without a launcher is in ``test_faults.py``."""
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK_RAISES)
-    if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode != 0
-        assert "planned on rank 1" in done.stderr
-        return
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode != 0 for process in processes)
-    assert "planned on rank 1" in outputs[1][1]
-    assert "rank 0 finished step 0" in outputs[0][0]
-    assert "rank 0 finished step 1" not in outputs[0][0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "planned on rank 1" in done.stderr

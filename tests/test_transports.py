@@ -11,6 +11,7 @@ from helpers import RankGroup
 from torch import Tensor, nn
 
 import megabuf_fx as mb
+from megabuf_fx.runtime.collectives import ProcessGroupComm
 from megabuf_fx.runtime.transports import AllToAllReduceScatter, make_comm_pair
 
 
@@ -18,6 +19,7 @@ def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
     """Of 20 random tensors: whether all-to-all equals fp32 and bf16 reduce-scatter, and left the other shards alone."""
     pair = make_comm_pair(dist.group.WORLD, name="test")
     comm = pair.grads
+    assert isinstance(comm, ProcessGroupComm)
     found = []
     for seed in range(20):
         torch.manual_seed(100 * seed + rank)
