@@ -160,6 +160,7 @@ class Variant:
     clip_grad_norm: Callable[[float], Tensor]
     bucket_table: Callable[[], str]
     finish: Callable[[], None]
+    can_capture: bool = False
 
 
 def make_model(args: argparse.Namespace, world: World) -> GPT:
@@ -197,6 +198,7 @@ def use_megabuf(model: GPT, args: argparse.Namespace) -> Variant:
         clip_grad_norm=optimizer.clip_grad_norm_,
         bucket_table=buf.bucket_table,
         finish=finish,
+        can_capture=True,
     )
 
 
@@ -266,11 +268,13 @@ def train(
     def all_losses() -> list[float]:
         return earlier + ([float(loss) for loss in world.mean(torch.stack(losses))] if losses else [])
 
-    screen.skip(len(earlier))
-    for step in range(len(earlier), steps):
+    def windows_of(step: int) -> Tensor:
+        micros = [text.batch(args, step, micro, world.rank) for micro in range(args.micro_batches)]
+        return torch.stack(micros).to(world.device)
+
+    def take_step(windows: Tensor) -> Tensor:
         loss = torch.zeros((), device=world.device)
-        for micro in range(args.micro_batches):
-            window = text.batch(args, step, micro, world.rank).to(world.device)
+        for micro, window in enumerate(windows):
             is_last = micro + 1 == args.micro_batches
             with contextlib.nullcontext() if is_last else variant.no_sync():
                 micro_loss = variant.forward(window) / args.micro_batches
@@ -280,6 +284,14 @@ def train(
             variant.clip_grad_norm(args.clip)
         variant.optimizer.step()
         variant.optimizer.zero_grad()
+        return loss
+
+    step_fn: Callable[[Tensor], Tensor] = take_step
+    if args.capture and variant.can_capture:
+        step_fn = mb.capture_step(take_step, windows_of(0), optimizer=variant.optimizer)
+    screen.skip(len(earlier))
+    for step in range(len(earlier), steps):
+        loss = step_fn(windows_of(step))
         schedule.step()
         losses.append(loss)
         screen.show_step(loss)
@@ -372,6 +384,9 @@ def parse_args() -> argparse.Namespace:
     add("--backend", choices=("megabuf", "ddp"), default="megabuf", help="ddp: eager DistributedDataParallel instead")
     add("--overlap-param-gather", action=flag, default=True, help="gather updated weights during the next forward")
     add("--compile", action=flag, default=True, help="no: autograd hooks fill the buffers, without torch.compile")
+    add(
+        "--capture", action=flag, default=False, help="replay the step as a CUDA graph; on CPUs, from a tape of its ops"
+    )
     add("--seed", type=int, default=0, help="of the weights and of the choice of data")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="directory for loss.png, log.json and checkpoints")
     add("--save-every", type=int, default=0, help="steps between checkpoints, in the directory `checkpoints` of --out")

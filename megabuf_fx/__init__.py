@@ -7,6 +7,7 @@ opt = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 """
 
 from megabuf_fx.attach import attach
+from megabuf_fx.capture import CapturedStep, CaptureError, capture_step
 from megabuf_fx.checkpoint import async_save_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megabuf_fx.checkpoint_files import CheckpointError
 from megabuf_fx.config import MegabufConfig
@@ -14,12 +15,15 @@ from megabuf_fx.handle import MegabufHandle, handle
 from megabuf_fx.optimizer import DistributedOptimizer
 
 __all__ = [
+    "CaptureError",
+    "CapturedStep",
     "CheckpointError",
     "DistributedOptimizer",
     "MegabufConfig",
     "MegabufHandle",
     "async_save_checkpoint",
     "attach",
+    "capture_step",
     "handle",
     "latest_checkpoint",
     "load_checkpoint",

@@ -10,13 +10,19 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
 
 InnerCompile = Callable[..., Callable[..., Any]]
 
@@ -115,6 +121,80 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def scaler_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str, Tensor]:
+    """What a ``GradScaler`` keeps on the device: ``loss_scale`` and ``growth_tracker``."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    assert scaler._scale is not None
+    assert scaler._growth_tracker is not None
+    return {"loss_scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a learning-rate scheduler that the optimizer has stepped, so that it does not warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode that sees the ops of compiled graphs as they run, and not what compiles them.
+
+    Under a plain mode Dynamo runs the original Python instead of what it has compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def record_graph(self, name: str, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a compiled graph that does not run op by op: its kernels are invisible to a dispatch mode."""
+        raise NotImplementedError
+
+
+def recording_mode() -> RecordingMode | None:
+    """The innermost dispatch mode, if it is one that records."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, RecordingMode) else None
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The leaves of nested tuples, lists, dicts and what else torch knows."""
+    return pytree.tree_leaves(values)
+
+
+def tree_map(function: Callable[[Any], Any], values: Any) -> Any:
+    """``values`` with ``function`` applied to every leaf."""
+    return pytree.tree_map(function, values)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors that share a storage, unique while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_storage(tensor: Tensor) -> object:
+    """Keeps ``storage_key`` of the tensor's storage from being used again, without keeping the memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def async_value(tensor: Tensor) -> Tensor:
+    """What a functional collective will have written, without waiting; any other tensor itself."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 # Dynamo.
 
 
@@ -195,6 +275,13 @@ def _outermost_module(source: Any, scope: dict[str, Any]) -> nn.Module | None:
         if isinstance(value, nn.Module):
             return value
     return None
+
+
+def compiled_graphs() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 # AOTAutograd and Inductor.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megabuf_fx.runs import Run
 from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.ops import all_reduce_
 
 NORM_CHUNK = 2**16
 """Elements summed at once for the gradient norm."""
@@ -19,18 +20,17 @@ def total_norm(buffers: ModelBuffers, runs: Sequence[Run], norm_type: float) -> 
 
     Expert gradients count once for each set of experts.
     """
-    comm = buffers.comm
     is_expert = [layout.key.is_expert_parallel for layout in buffers.plan.layouts]
     dense = _local_norm(buffers, [run.grad for run in runs if not is_expert[run.buffer]], norm_type)
     expert = _local_norm(buffers, [run.grad for run in runs if is_expert[run.buffer]], norm_type)
     if norm_type == float("inf"):
-        return comm.reduce_scalar(torch.maximum(dense, expert), maximum=True)
+        return _all_reduce(buffers, torch.maximum(dense, expert), maximum=True)
     dense, expert = dense.pow(norm_type), expert.pow(norm_type)
     if buffers.plan.sharded:
-        return comm.reduce_scalar(dense + expert, maximum=False).pow(1.0 / norm_type)
+        return _all_reduce(buffers, dense + expert, maximum=False).pow(1.0 / norm_type)
     if any(is_expert):
         # Every rank has all of its gradients; the same experts are on as many ranks as share them.
-        expert = comm.reduce_scalar(expert / buffers.comms.full_size(is_expert=True), maximum=False)
+        expert = _all_reduce(buffers, expert / buffers.comms.full_size(is_expert=True), maximum=False)
     return (dense + expert).pow(1.0 / norm_type)
 
 
@@ -39,9 +39,7 @@ def found_inf(buffers: ModelBuffers, runs: Sequence[Run]) -> Tensor:
     finite = [run.grad.isfinite().all() for run in runs]
     device = buffers.token.device
     local = torch.stack(finite).logical_not().any() if finite else torch.zeros((), dtype=torch.bool, device=device)
-    flags = local.to(torch.uint8).reshape(1)
-    buffers.comm.all_reduce_max(flags).wait()
-    return flags[0].bool()
+    return _all_reduce(buffers, local.to(torch.uint8), maximum=True).bool()
 
 
 def not_finite(buffers: ModelBuffers, runs: Sequence[Run]) -> list[str]:
@@ -63,6 +61,12 @@ def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; no gradients are fine."""
     if grads:
         torch._foreach_mul_(list(grads), factor)
+
+
+def _all_reduce(buffers: ModelBuffers, value: Tensor, *, maximum: bool) -> Tensor:
+    """``value`` over all ranks; overwritten."""
+    all_reduce_(value, buffers.handle, maximum)
+    return value
 
 
 def _local_norm(buffers: ModelBuffers, grads: Sequence[Tensor], norm_type: float) -> Tensor:

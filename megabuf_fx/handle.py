@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import megabuf_fx._compat as _compat
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
+from megabuf_fx.runtime.flags import StepFlags
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import BucketPlan
@@ -60,12 +61,18 @@ class MegabufHandle:
         self._watched: weakref.WeakKeyDictionary[object, list[tuple[nn.Module, tuple[int, ...]]]]
         self._watched = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
+        self._accumulate_hooks: list[Any] = []
         self._add_hooks()
 
     @property
     def dp_size(self) -> int:
         """Ranks over which gradients are averaged, all optimizer instances together."""
         return self.buffers.comms.full_size(is_expert=False)
+
+    @property
+    def flags(self) -> StepFlags:
+        """The numbers that captured steps read and write on the device."""
+        return self.buffers.capture.flags
 
     @property
     def force_all_reduce(self) -> bool:
@@ -150,9 +157,10 @@ class MegabufHandle:
     def detach(self) -> None:
         """Undo ``attach``: parameters get storage of their own, hooks and communicators go. Every rank must call it."""
         self._check_usable()
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self._accumulate_hooks]:
             hook.remove()
         self._hooks.clear()
+        self._accumulate_hooks.clear()
         self.buffers.close()
 
     def check_synchronized(self) -> None:
@@ -200,10 +208,23 @@ class MegabufHandle:
 
     # [Note: hooks]
 
+    def renew_hooks(self) -> None:
+        """Move gradient accumulation to the current CUDA stream: autograd runs the node of a leaf on the stream that
+        was current when the node was made."""
+        for hook in self._accumulate_hooks:
+            hook.remove()
+        self.buffers.renew_accumulate_nodes()
+        self._add_accumulate_hooks()
+
+    def _add_accumulate_hooks(self) -> None:
+        self._accumulate_hooks = [
+            node.register_hook(_accumulate_hook(weakref.ref(self), index))
+            for index, node in enumerate(self.buffers.accumulate_nodes)
+        ]
+
     def _add_hooks(self) -> None:
         self.buffers.owner = weakref.ref(self)
-        for index, node in enumerate(self.buffers.accumulate_nodes):
-            self._hooks.append(node.register_hook(_accumulate_hook(weakref.ref(self), index)))
+        self._add_accumulate_hooks()
         for module in self.model.modules():
             indices = [self.buffers.index_of(p) for p in module.parameters(recurse=False)]
             groups = sorted({self.buffers.group_of[i] for i in indices if i is not None}, reverse=True)

@@ -83,12 +83,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Coefficient of the last clipping and the step it belongs to (``ModelBuffers.resets``)."""
         self._probe = ScalerProbe.of(self._found_inf, lambda: self.handle.buffers.resets)
         self.param_groups[0]["params"].append(self._probe)
-        self._written = self._versions()
-        self._max_skipped = max_skipped_steps
+        self.note_written_weights()
+        self.max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
-        self.skipped_steps = 0
-        """Steps that were not taken because of NaN or Inf (``max_skipped_steps``)."""
+        self._skipped = 0
         buffers.sync_params()
+
+    @property
+    def runs(self) -> list[Run]:
+        """What the inner optimizer updates on this rank, in the order of the param groups."""
+        return [run for runs in self._runs for run in runs]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not taken because of NaN or Inf (``max_skipped_steps``). After captured steps this waits for
+        the device."""
+        return self._skipped + int(self.handle.buffers.capture.flags.skipped)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the inner optimizer updates in one kernel that can leave the update out by itself."""
+        return all(bool(group.get("fused")) for group in self.inner.param_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """For ``torch.amp.GradScaler``: with a fused optimizer nobody needs to read ``found_inf`` on the host."""
+        return self.is_fused
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: shards are cut by param group.
@@ -120,11 +140,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         earlier = self._coefficient()
         if earlier is not None:
             # Clipped once before: what that left to step is now part of the norm.
-            scale_grads([run.grad for run in self._all_runs() if not run.is_fp32], earlier)
-        total = total_norm(self.handle.buffers, self._all_runs(), norm_type)
+            scale_grads([run.grad for run in self.runs if not run.is_fp32], earlier)
+        total = total_norm(self.handle.buffers, self.runs, norm_type)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._clipping = (self.handle.buffers.resets, coefficient)
-        scale_grads([run.grad for run in self._all_runs() if run.is_fp32], coefficient)
+        scale_grads([run.grad for run in self.runs if run.is_fp32], coefficient)
         return total
 
     @torch.no_grad()
@@ -143,15 +163,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         buffers = self.handle.buffers
         buffers.sync_params()
         buffers.check_addresses()
-        check_params(buffers, self._all_runs())
+        check_params(buffers, self.runs)
         self._refuse_unattached()
-        self._warn_of_written_weights()
+        is_captured = buffers.capture.is_active
+        if not is_captured:
+            self.warn_of_written_weights()
         self._unscale()
-        if self._max_skipped is not None and self._is_skipped():
+        if not is_captured and self.max_skipped_steps is not None and self._is_skipped():
             return loss
+        self._skip_on_device(is_captured=is_captured)
         used = buffers.used_params()
         for index, (outer, inner) in enumerate(zip(self.param_groups, self.inner.param_groups)):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+            if is_captured:
+                inner["lr"] = buffers.capture.flags.lr[index]
             self._runs[index] = split_runs(self._runs[index], used, self.inner.state)
             inner["params"] = [run.master for run in self._runs[index]]
             for run in self._runs[index]:
@@ -163,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 run.master.grad = None
                 run.write_params()
         # Without sharding masters are written into the parameters themselves, and that counts too.
-        self._written = self._versions()
+        self.note_written_weights()
         self._clipping = None
         buffers.after_step()
         return loss
@@ -176,7 +201,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result is rank-local: it loads where the rank owns the same elements. Values alias the optimizer's own.
         """
         return {
-            "state": StateMap(self.handle.buffers).collect(self._all_runs(), self.inner.state),
+            "state": StateMap(self.handle.buffers).collect(self.runs, self.inner.state),
             "param_groups": named_groups(self.handle.model, self),
         }
 
@@ -191,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def wanted_state(self, dtypes: Mapping[str, Mapping[str, torch.dtype]]) -> State:
         """Empty shards for what this rank needs of a saved state; see ``StateMap.wanted``."""
-        return StateMap(self.handle.buffers).wanted(self._all_runs(), dtypes)
+        return StateMap(self.handle.buffers).wanted(self.runs, dtypes)
 
     @torch.no_grad()
     def set_state(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -238,7 +263,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gatherer.wait_all()
             gatherer.mark_stale()
             gatherer.wait_all()
-        self._written = self._versions()
+        self.note_written_weights()
+        buffers.capture.invalidate("optimizer state was loaded, into other memory")
 
     def _as_named(self, state_dict: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
         """State and groups by name; torch numbers parameters in the order of its groups."""
@@ -276,33 +302,66 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         fp32 parameters are their own masters. Without this call the next ``step`` would write the old masters back.
         """
-        for run in self._all_runs():
+        for run in self.runs:
             run.read_params()
-        self._written = self._versions()
+        self.note_written_weights()
 
     def _is_skipped(self) -> bool:
         """Whether this step is not to be taken, the same on all ranks."""
         if not bool(self._found_inf()):
             self._skipped_in_a_row = 0
             return False
-        self.skipped_steps += 1
+        self._skipped += 1
         self._skipped_in_a_row += 1
         log.warning("skipped a step with NaN or Inf in the gradients, %d in this run", self.skipped_steps)
-        if self._skipped_in_a_row == self._max_skipped:
-            names = ", ".join(not_finite(self.handle.buffers, self._all_runs()))
-            raise RuntimeError(
-                f"{self._skipped_in_a_row} steps in a row had NaN or Inf in the gradients, the last in {names}; lower "
-                "the learning rate or go back to a checkpoint"
-            )
+        if self._skipped_in_a_row == self.max_skipped_steps:
+            self._refuse_to_skip(self._skipped_in_a_row)
         return True
+
+    def check_skipped(self) -> None:
+        """After captured steps: raise when the last ``max_skipped_steps`` or more of them were skipped. Waits for the
+        device; every rank must call it."""
+        in_a_row = int(self.handle.buffers.capture.flags.skipped_in_a_row)
+        if self.max_skipped_steps is not None and in_a_row >= self.max_skipped_steps:
+            self._refuse_to_skip(in_a_row)
+
+    def _refuse_to_skip(self, in_a_row: int) -> None:
+        names = ", ".join(not_finite(self.handle.buffers, self.runs))
+        raise RuntimeError(
+            f"{in_a_row} steps in a row had NaN or Inf in the gradients, the last in {names}; lower the learning rate "
+            "or go back to a checkpoint"
+        )
+
+    def _skip_on_device(self, *, is_captured: bool) -> None:
+        """Have the inner optimizer leave the update out where ``found_inf`` says so, without a read by the host."""
+        found = getattr(self, "found_inf", None)  # set by GradScaler
+        buffers = self.handle.buffers
+        if is_captured:
+            checks = [] if found is None else [found > 0]
+            if self.max_skipped_steps is not None:
+                checks.append(found_inf(buffers, self.runs))
+            if buffers.checks is not None:
+                checks.append(buffers.checks.found())
+            is_skipped = torch.stack([check.reshape(()) for check in checks]).any() if checks else None
+            if is_skipped is None:
+                buffers.capture.flags.step.add_(1)
+            else:
+                buffers.capture.flags.count(is_skipped)
+                found = buffers.capture.flags.found_inf
+        self.inner.found_inf = found  # type: ignore[attr-defined]
 
     def _versions(self) -> list[int]:
         """How often each parameter that has a master of its own was written."""
         buffers = self.handle.buffers
-        masters = {param for run in self._all_runs() if not run.is_aliased for param, _ in run.pieces}
+        masters = {param for run in self.runs if not run.is_aliased for param, _ in run.pieces}
         return [_compat.version_of(buffers.params[param]) for param in sorted(masters)]
 
-    def _warn_of_written_weights(self) -> None:
+    def note_written_weights(self) -> None:
+        """Masters and parameters agree now."""
+        self._written = self._versions()
+
+    def warn_of_written_weights(self) -> None:
+        """Warn when parameters were written since they last agreed with their masters."""
         if self._versions() != self._written:
             warnings.warn(
                 "weights were written since the last step (load_state_dict, copy_, an initialization), but their "
@@ -310,7 +369,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "opt.reload_model_params() after writing weights",
                 stacklevel=3,
             )
-            self._written = self._versions()
+            self.note_written_weights()
 
     def _refuse_unattached(self) -> None:
         for param in self._unattached:
@@ -323,9 +382,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _synchronize(self) -> None:
         self.handle.check_synchronized()
         self.handle.finish_grad_sync()
-
-    def _all_runs(self) -> list[Run]:
-        return [run for runs in self._runs for run in runs]
 
     def _fp32_grad(self, run: Run) -> Tensor:
         if run.is_fp32:
@@ -342,13 +398,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _found_inf(self) -> Tensor:
         self._synchronize()
-        return found_inf(self.handle.buffers, self._all_runs())
+        return found_inf(self.handle.buffers, self.runs)
 
     def _unscale(self) -> None:
-        """Multiply gradients by what ``GradScaler`` multiplied the probe's by, once."""
+        """Multiply gradients by what ``GradScaler`` multiplied the probe's by, once; or divide by what it scaled the
+        loss with, where it leaves that to the optimizer."""
         factor = self._probe.take_factor()
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            factor = scale.reciprocal() if factor is None else factor / scale
         if factor is not None:
-            scale_grads([run.grad for run in self._all_runs()], factor)
+            scale_grads([run.grad for run in self.runs], factor)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -267,6 +267,10 @@ class TracedGraph:
         name = kind if order == 0 else f"binding{order}_{kind}"
         dump = make_dump(self.dump_dir, rank=self.rank, graph=self.number, variant=name)
         compiled, final = source.compile(steps, extras, dump=dump, keeps_order=bool(launches))
+        for model in binding.models.values():
+            model.compiles += 1
+        if self.inner_compiler == "inductor":
+            compiled = _recordable(f"graph {self.number} {name}", compiled)
         boundaries = find_boundaries(final)
         dump.write_plan(
             {
@@ -295,6 +299,14 @@ def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tenso
     if extra.kind == "grad_data":
         return model.buffers[extra.index].grad_data
     return model.main_grads[extra.index]
+
+
+def _recordable(name: str, compiled: Boxed) -> Boxed:
+    def call(args: list[Any]) -> Any:
+        mode = _compat.recording_mode()
+        return compiled(args) if mode is None else mode.record_graph(name, compiled, args)
+
+    return call
 
 
 def _boxed(function: Boxed) -> Boxed:

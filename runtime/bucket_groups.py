@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megabuf_fx.runtime.buffers import ParamGradBuffer
 from megabuf_fx.runtime.collectives import ADVICE, CollectiveError, Comm, PendingWork
+from megabuf_fx.runtime.ops import start_gather_, start_reduction_, wait_gather_, wait_reduction_
 from megabuf_fx.runtime.plan import Bucket, BucketPlan
 from megabuf_fx.runtime.scaling import GradScaling
 from megabuf_fx.runtime.transports import ReduceScatter
@@ -65,8 +66,11 @@ class GradChannel(NamedTuple):
 class GradReducer:
     """Starts and finishes the gradient collectives of all bucket groups; ``channels`` has one entry per buffer."""
 
-    def __init__(self, plan: BucketPlan, buffers: Sequence[ParamGradBuffer], channels: Sequence[GradChannel]) -> None:
+    def __init__(
+        self, plan: BucketPlan, buffers: Sequence[ParamGradBuffer], channels: Sequence[GradChannel], *, handle: int
+    ) -> None:
         self.plan = plan
+        self._handle = handle
         self.buffers = buffers
         self.channels = channels
         self.step = 0
@@ -107,9 +111,7 @@ class GradReducer:
     def wait(self, group: int) -> None:
         """Wait for the group's reduction; a group that is not in flight is left alone."""
         if self.phases[group] is GradPhase.REDUCING:
-            with named_failure(self.plan, group, self.step, "the gradient reduction"):
-                for work in self._works.pop(group):
-                    work.wait()
+            wait_reduction_(self._full_grads(group), self._handle, group)
             for bucket in self.plan.groups[group].buckets:
                 self.buffers[bucket.buffer].restore_promoted(bucket.params)
             self.phases[group] = GradPhase.REDUCED
@@ -141,23 +143,38 @@ class GradReducer:
         """The part of ``bucket`` that holds reduced gradients: this rank's shard, or all of it."""
         return self.grad_shard(bucket) if self.plan.sharded else self.full_grad(bucket)
 
-    def _launch(self, group: int) -> None:
-        is_scattered = self.plan.sharded and not self.force_all_reduce
+    # Device work, called through the ops of those names; see [Note: host ops and device ops] in ops.py.
+
+    def start_reduction(self, group: int, *, scatter: bool) -> None:
         works = []
         for bucket in self.plan.groups[group].buckets:
-            self.buffers[bucket.buffer].round_promoted(bucket.params)
             comm, reduce_scatter, scaling = self.channels[bucket.buffer]
             full = self.full_grad(bucket)
-            if scaling.factor != 1:
-                full.mul_(float(scaling.factor))
             with named_failure(self.plan, group, self.step, "the gradient reduction"):
-                if is_scattered:
+                if scatter:
                     works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
                 else:
                     works.append(comm.all_reduce(full, average=scaling.average))
         self._works[group] = works
+
+    def wait_reduction(self, group: int) -> None:
+        with named_failure(self.plan, group, self.step, "the gradient reduction"):
+            for work in self._works.pop(group):
+                work.wait()
+
+    def _launch(self, group: int) -> None:
+        is_scattered = self.plan.sharded and not self.force_all_reduce
+        for bucket in self.plan.groups[group].buckets:
+            self.buffers[bucket.buffer].round_promoted(bucket.params)
+            scaling = self.channels[bucket.buffer].scaling
+            if scaling.factor != 1:
+                self.full_grad(bucket).mul_(float(scaling.factor))
+        start_reduction_(self._full_grads(group), self._handle, group, is_scattered)
         self.phases[group] = GradPhase.REDUCING
         self.is_complete[group] = not is_scattered
+
+    def _full_grads(self, group: int) -> list[Tensor]:
+        return [self.full_grad(bucket) for bucket in self.plan.groups[group].buckets]
 
 
 class ParamGatherer:
@@ -173,9 +190,11 @@ class ParamGatherer:
         buffers: Sequence[ParamGradBuffer],
         comms: Sequence[Comm],
         *,
+        handle: int,
         prefetch: int | None = None,
     ) -> None:
         self.plan = plan
+        self._handle = handle
         self.buffers = buffers
         self.comms = comms
         self.prefetch = prefetch
@@ -208,9 +227,7 @@ class ParamGatherer:
         if self.phases[group] is ParamPhase.CURRENT:
             return
         self._start_down_to(0 if self.prefetch is None else group - self.prefetch)
-        with named_failure(self.plan, group, self.step, "the parameter gather"):
-            for work in self._works.pop(group):
-                work.wait()
+        wait_gather_(self._full_params(group), self._handle, group)
         self.phases[group] = ParamPhase.CURRENT
 
     def wait_all(self) -> None:
@@ -238,15 +255,28 @@ class ParamGatherer:
         assert buffer.param_data is not None
         return buffer.shard(buffer.param_data, bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
+    # Device work, called through the ops of those names.
+
+    def start_gather(self, group: int) -> None:
+        with named_failure(self.plan, group, self.step, "the parameter gather"):
+            self._works[group] = [
+                self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
+                for bucket in self.plan.groups[group].buckets
+            ]
+
+    def wait_gather(self, group: int) -> None:
+        with named_failure(self.plan, group, self.step, "the parameter gather"):
+            for work in self._works.pop(group):
+                work.wait()
+
     def _start_down_to(self, last: int) -> None:
         for group in reversed(range(max(last, 0), len(self.phases))):
             if self.phases[group] is ParamPhase.STALE:
-                with named_failure(self.plan, group, self.step, "the parameter gather"):
-                    self._works[group] = [
-                        self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
-                        for bucket in self.plan.groups[group].buckets
-                    ]
+                start_gather_(self._full_params(group), self._handle, group)
                 self.phases[group] = ParamPhase.GATHERING
+
+    def _full_params(self, group: int) -> list[Tensor]:
+        return [self._full(bucket) for bucket in self.plan.groups[group].buckets]
 
     def _full(self, bucket: Bucket) -> Tensor:
         data = self.buffers[bucket.buffer].param_data

@@ -61,8 +61,8 @@ class Comm(Protocol):
         """One value per rank of the group, in rank order; blocks."""
         ...
 
-    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
-        """Sum or maximum of a 0-dim tensor over the ranks that share a bucket; in place, visible when it returns."""
+    def reduce_scalar(self, value: Tensor) -> None:
+        """Sum of a 0-dim tensor over the ranks that share a bucket; in place, visible when it returns."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -101,8 +101,8 @@ class LocalComm:
     def all_gather_object(self, value: object) -> list[object]:
         return [value]
 
-    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
-        return value
+    def reduce_scalar(self, value: Tensor) -> None:
+        return None
 
     def broadcast(self, tensor: Tensor) -> None:
         return None
@@ -190,10 +190,9 @@ class ProcessGroupComm:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
+    def reduce_scalar(self, value: Tensor) -> None:
         with self._named("the reduction of a number"):
-            dist.all_reduce(value, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
-        return value
+            dist.all_reduce(value, group=self.group)
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""The attributes that Megatron-LM and TransformerEngine share with us on a parameter, used here and nowhere else.
+"""Flags: attributes on parameters, and the numbers that a captured step reads on the device.
+
+Attributes that Megatron-LM and TransformerEngine share with us on a parameter, used here and nowhere else:
 
 * ``main_grad``: the parameter's view of ``grad_data``, in its shape, or its own fp32 sum.
 * ``main_grad_copy_in_grad_buffer``: the view, where ``main_grad`` is not it.
@@ -8,9 +10,58 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megabuf_fx.runtime.layout import ParamSpec
+
+
+class StepFlags:
+    """The table of numbers that a captured step reads on the device; no other number may change between its replays.
+
+    All are 0-dim tensors that live as long as the buffers do. The host writes ``lr`` and ``accumulate`` before a
+    replay; the step itself writes the others, or the caller's code in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        def number(dtype: torch.dtype) -> Tensor:
+            return torch.zeros((), dtype=dtype, device=device)
+
+        self._device = device
+        self.lr: list[Tensor] = []
+        """One for each param group. fp32 on a device; fp64 on the CPU, which is what a Python float is."""
+        self.accumulate = number(torch.int32)
+        """0: a captured micro-batch overwrites gradients, 1: it adds."""
+        self.found_inf = number(torch.float32)
+        """1: some gradient of the last step was not finite, so nothing was updated. Equal on all ranks."""
+        self.step = number(torch.int64)
+        """Updates that captured steps have made."""
+        self.skipped = number(torch.int64)
+        """Updates that captured steps have left out because of ``found_inf``."""
+        self.skipped_in_a_row = number(torch.int64)
+        self.num_tokens = number(torch.float32)
+        """For code that divides gradients by a number of tokens (``calculate_per_token_loss``); nothing here reads
+        it."""
+        self.loss_scale: Tensor | None = None
+        """That of the ``GradScaler`` given to ``capture_step``."""
+
+    def make_lr(self, groups: int) -> None:
+        """Have a learning rate for each of so many param groups; those that exist stay where they are."""
+        dtype = torch.float64 if self._device.type == "cpu" else torch.float32
+        self.lr.extend(torch.zeros((), dtype=dtype, device=self._device) for _ in range(groups - len(self.lr)))
+
+    def count(self, is_skipped: Tensor) -> None:
+        """Count the step that is being taken, on the device; ``is_skipped`` is a 0-dim bool."""
+        self.found_inf.copy_(is_skipped)
+        skipped = is_skipped.long()
+        self.step.add_(1 - skipped)
+        self.skipped.add_(skipped)
+        self.skipped_in_a_row.add_(1).mul_(skipped)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every number in the table."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {**numbers, **{f"lr[{index}]": value for index, value in enumerate(self.lr)}}
 
 
 def bind_main_grad(param: nn.Parameter, main_grad: Tensor, grad_view: Tensor) -> None:

@@ -1,18 +1,18 @@
 """NaN, Inf and unusually large gradients, found before they are communicated (semantics §8).
 
 Megatron raises inside the backward, on the one rank that has them. Here the device keeps the findings, nothing waits
-for it during the backward, and ``report`` raises on every rank, naming parameter and bucket.
+for it during the backward, and ``report`` raises on every rank, naming parameter and bucket. All but ``report`` works
+inside a captured step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megabuf_fx.runtime.collectives import Comm
 from megabuf_fx.runtime.plan import BucketPlan
 
 log = logging.getLogger("megabuf_fx.runtime.grad_checks")
@@ -24,11 +24,22 @@ _INF, _NAN = 1, 2
 
 
 class GradChecks:
-    """Findings of one step. ``nan`` makes NaN and Inf an error, ``large`` warns of large bucket groups."""
+    """Findings of one step. ``nan`` makes NaN and Inf an error, ``large`` warns of large bucket groups.
 
-    def __init__(self, plan: BucketPlan, comm: Comm, device: torch.device, *, nan: bool, large: bool) -> None:
+    ``all_reduce`` gives the elementwise maximum over all ranks, in place.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        all_reduce: Callable[[Tensor], None],
+        device: torch.device,
+        *,
+        nan: bool,
+        large: bool,
+    ) -> None:
         self._plan = plan
-        self._comm = comm
+        self._all_reduce = all_reduce
         self._nan = nan
         self._large = large
         self._group_of = plan.group_of_param
@@ -36,6 +47,10 @@ class GradChecks:
         self._found = torch.zeros(len(plan.params), dtype=torch.uint8, device=device)
         self._largest = torch.zeros(len(plan.groups), device=device)
         self._is_large = torch.zeros(len(plan.groups), dtype=torch.uint8, device=device)
+        # Of the step that ended last: on this rank, on any rank, and its large groups.
+        self._found_here = torch.zeros_like(self._found)
+        self._found_anywhere = torch.zeros_like(self._found)
+        self._was_large = torch.zeros_like(self._is_large)
         self._members = [
             torch.tensor([p for p in group.params if plan.params[p].numel], dtype=torch.long, device=device)
             for group in plan.groups
@@ -61,26 +76,43 @@ class GradChecks:
             self._is_large[group] = is_large
             self._largest[group] = torch.where(is_large | ~norm.isfinite(), largest, torch.maximum(largest, norm))
 
+    def exchange(self) -> bool:
+        """Complete the findings of a step with those of the other ranks; False when there was nothing to look at.
+
+        Every rank calls it after the backward. Nothing waits for the device.
+        """
+        if not self._has_looked:
+            return False
+        self._has_looked = False
+        self._found_here.copy_(self._found)
+        self._found_anywhere.copy_(self._found)
+        self._was_large.copy_(self._is_large)
+        self._found.zero_()
+        self._is_large.zero_()
+        self._all_reduce(self._found_anywhere)
+        return True
+
+    def found(self) -> Tensor:
+        """Whether the last exchange found NaN or Inf on any rank: 0-dim bool, on the device."""
+        return self._found_anywhere.any()
+
     def report(self) -> None:
-        """Exchange and read what was found since the last report. Every rank calls it after the backward.
+        """Read what the last exchange found.
 
         Raises:
             RuntimeError: NaN or Inf in the gradients of some rank, on every rank.
         """
-        if not self._has_looked:
-            return
-        self._has_looked = False
-        own = self._found.clone()
-        self._comm.all_reduce_max(self._found).wait()
-        everywhere, here = self._found.tolist(), own.tolist()
-        large = self._is_large.tolist() if self._large else []
-        self._found.zero_()
-        self._is_large.zero_()
-        for group, is_large in enumerate(large):
+        everywhere, here = self._found_anywhere.tolist(), self._found_here.tolist()
+        for group, is_large in enumerate(self._was_large.tolist() if self._large else []):
             if is_large:
                 log.warning("found unexpectedly large gradients in bucket %d (%s)", group, self._names(group))
         if any(everywhere):
             raise RuntimeError(self._message(everywhere, here))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it keeps on the device."""
+        named = {name.strip("_"): value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {**named, **{f"members[{group}]": members for group, members in enumerate(self._members)}}
 
     def _names(self, group: int) -> str:
         names = [self._plan.params[param].name for param in self._plan.groups[group].params]

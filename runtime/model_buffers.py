@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabuf_fx.runtime.bucket_groups import GradChannel, GradReducer, ParamGatherer
+from megabuf_fx.runtime.bucket_groups import GradChannel, GradReducer, ParamGatherer, ParamPhase
 from megabuf_fx.runtime.buffers import ParamGradBuffer
+from megabuf_fx.runtime.capture_state import CaptureState
 from megabuf_fx.runtime.drift import DriftCheck
 from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
 from megabuf_fx.runtime.layout import BufferKey
-from megabuf_fx.runtime.ops import register_target, unregister_target
+from megabuf_fx.runtime.ops import all_reduce_, register_target, unregister_target
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.scaling import grad_scaling
 from megabuf_fx.runtime.step_state import StepState
@@ -57,6 +58,7 @@ class ModelBuffers:
     def __init__(
         self, plan: BucketPlan, params: Sequence[nn.Parameter], comms: Communicators, options: RuntimeOptions
     ) -> None:
+        self.handle = register_target(self)
         self.plan = plan
         self.params = list(params)
         self._index = {id(param): index for index, param in enumerate(params)}
@@ -78,20 +80,23 @@ class ModelBuffers:
         )
         """After the reduction ``.grad`` is ``main_grad``, so that any optimizer finds it."""
         self.token = torch.zeros(1, device=device)
-        self.reducer = GradReducer(plan, self.buffers, [self._channel(layout.key) for layout in plan.layouts])
+        channels = [self._channel(layout.key) for layout in plan.layouts]
+        self.reducer = GradReducer(plan, self.buffers, channels, handle=self.handle)
         self.gatherer = (
             ParamGatherer(
                 plan,
                 self.buffers,
                 [comms.pair(is_expert=layout.key.is_expert_parallel).params for layout in plan.layouts],
+                handle=self.handle,
                 prefetch=options.param_gather_prefetch,
             )
             if plan.sharded
             else None
         )
         self.state = StepState(plan)
-        # Held, because autograd keeps the node of a leaf only while somebody does.
-        self.accumulate_nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+        self.capture = CaptureState(device)
+        self.accumulate_nodes: list[Any] = []
+        self.renew_accumulate_nodes()
         self.owner: Callable[[], object] = lambda: None
         """Weak reference to the user's handle."""
         self.boundaries: dict[int, Any] = {}
@@ -99,6 +104,8 @@ class ModelBuffers:
         self.no_sync_depth = 0
         self.is_compiled = False
         """Some compiled graph uses this model."""
+        self.compiles = 0
+        """Compiled variants of graphs with parameters of this model."""
         self.is_closed = False
         self.resets = 0
         """How often a new step began: what was derived from gradients of an earlier one is void."""
@@ -112,19 +119,30 @@ class ModelBuffers:
         self._untouched_id = -1
         self._usage = self._usage_exchanges(device) if options.find_unused_parameters else []
         checks = options.check_for_nan_in_grad or options.check_for_large_grads
-        self._checks = (
-            GradChecks(plan, self.comm, device, nan=options.check_for_nan_in_grad, large=options.check_for_large_grads)
+        self.checks = (
+            GradChecks(
+                plan,
+                lambda found: all_reduce_(found, self.handle, True),
+                device,
+                nan=options.check_for_nan_in_grad,
+                large=options.check_for_large_grads,
+            )
             if checks
             else None
         )
         every = options.check_for_drift_every
-        self._drift = DriftCheck(plan, self.comms, self.params, every) if every is not None else None
+        self.drift = DriftCheck(plan, self.comms, self.params, every) if every is not None else None
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
         """Parameters that a graph wrote and whose AccumulateGrad node has not run since."""
         self._late = LateGradients(self.reducer, self.comm, self.main_grads)
-        self.handle = register_target(self)
+
+    def renew_accumulate_nodes(self) -> None:
+        """Make the autograd nodes of the parameters anew, on the current stream."""
+        self.accumulate_nodes.clear()
+        # Held, because autograd keeps the node of a leaf only while somebody does.
+        self.accumulate_nodes.extend(torch.autograd.graph.get_gradient_edge(param).node for param in self.params)
 
     def _channel(self, key: BufferKey) -> GradChannel:
         comm = self.comms.pair(is_expert=key.is_expert_parallel).grads
@@ -152,7 +170,7 @@ class ModelBuffers:
                 exchanges.append(UsageExchange(self.comms.pair(is_expert=is_expert).grads, params, device))
         return exchanges
 
-    # What graphs call.
+    # What graphs call: host ops.
 
     def start_grad_sync(self, group: int) -> None:
         """Reduce a bucket group whose gradients are final."""
@@ -162,8 +180,8 @@ class ModelBuffers:
         for param in self.plan.groups[group].params:
             if not self.state.written[param]:
                 self.main_grads[param].zero_()
-        if self._checks is not None:
-            self._checks.look(group, self.main_grads)
+        if self.checks is not None:
+            self.checks.look(group, self.main_grads)
         self._started_in[group] = self._backward_id
         self.reducer.start(group)
 
@@ -171,6 +189,28 @@ class ModelBuffers:
         """Make the parameters of a bucket group current."""
         if self.gatherer is not None:
             self.gatherer.wait(group)
+
+    # Device ops.
+
+    def start_reduction(self, group: int, *, scatter: bool) -> None:
+        self.reducer.start_reduction(group, scatter=scatter)
+
+    def wait_reduction(self, group: int) -> None:
+        self.reducer.wait_reduction(group)
+
+    def start_gather(self, group: int) -> None:
+        assert self.gatherer is not None
+        self.gatherer.start_gather(group)
+
+    def wait_gather(self, group: int) -> None:
+        assert self.gatherer is not None
+        self.gatherer.wait_gather(group)
+
+    def all_reduce(self, value: Tensor, *, maximum: bool) -> None:
+        if maximum:
+            self.comm.all_reduce_max(value).wait()
+        else:
+            self.comm.reduce_scalar(value)
 
     # What wrappers of compiled graphs call.
 
@@ -189,6 +229,11 @@ class ModelBuffers:
         if self.is_closed:
             raise RuntimeError(
                 "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
+            )
+        if self.token.is_cuda and not self.capture.is_active and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph of this model is being captured by other means; use megabuf_fx.capture_step or "
+                "capture_micro_batch, which check that a replay does what the step did"
             )
         if self.gatherer is not None and not self.options.align_param_gather:
             self.gatherer.start_ahead()
@@ -364,18 +409,25 @@ class ModelBuffers:
         if self._is_finished or (self._is_reduced and any(param.grad is not None for param in self.params)):
             return
         self._start_remaining(force_all_reduce=force_all_reduce)
-        for exchange in self._usage:
-            exchange.start(self._used_here())
+        if not self.capture.is_active:
+            for exchange in self._usage:
+                exchange.start(self._used_here())
         for group in range(len(self.plan.groups)):
             self.reducer.wait(group)
         self._late.reduce()
         self.state.is_unsynced = False
         self._is_finished = True
-        if self._checks is not None:
-            self._checks.report()
-        if self._drift is not None and self._drift.is_due():
+        has_findings = self.checks is not None and self.checks.exchange()
+        if not self.capture.is_active:
+            self.report(has_findings=has_findings)
+
+    def report(self, *, has_findings: bool) -> None:
+        """What the host does with the findings of a step: gradient checks, and the drift check when it is due."""
+        if self.checks is not None and has_findings:
+            self.checks.report()
+        if self.drift is not None and self.drift.is_due():
             self.sync_params()
-            self._drift.check()
+            self.drift.check()
 
     def _start_remaining(self, *, force_all_reduce: bool) -> None:
         reducer = self.reducer
@@ -398,12 +450,18 @@ class ModelBuffers:
 
         Without ``find_unused_parameters`` those that this rank wrote where ``.grad`` is published, otherwise all.
         """
+        if self.capture.is_active:
+            # A captured step uses the same parameters every time; asking would need the host.
+            return self.capture.used
         if not self._usage:
-            return self._used_here() if self.publishes_grad else [True] * len(self.params)
+            used = self._used_here() if self.publishes_grad else [True] * len(self.params)
+            self.capture.used = used
+            return used
         used = [False] * len(self.params)
         for exchange in self._usage:
             for param, is_used in zip(exchange.params, exchange.wait()):
                 used[param] = is_used
+        self.capture.used = used
         return used
 
     def _used_here(self) -> list[bool]:
@@ -415,16 +473,20 @@ class ModelBuffers:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
         self.reducer.reset()
         self._is_finished = False
-        self.resets += 1
-        self.reducer.step = self.resets
-        if self.gatherer is not None:
-            self.gatherer.step = self.resets
+        self.count_step()
         self.state.reset()
         for exchange in self._usage:
             exchange.reset()
         self._is_reduced = False
         self._in_flight.clear()
         self._late.forget()
+
+    def count_step(self) -> None:
+        """A step has ended, here or in a replay."""
+        self.resets += 1
+        self.reducer.step = self.resets
+        if self.gatherer is not None:
+            self.gatherer.step = self.resets
 
     def reopen(self) -> None:
         """Allow further accumulation on top of published gradients, which are equal on all ranks."""
@@ -452,16 +514,36 @@ class ModelBuffers:
         for group in sorted(self.state.eager_groups, reverse=True):
             self.gatherer.wait(group)
 
+    def set_gathers(self, phases: Sequence[ParamPhase]) -> None:
+        """Declare parameters to be as stale as they were when a captured step began; it gathers them by itself."""
+        assert self.gatherer is not None
+        self.gatherer.phases = list(phases)
+
     def sync_params(self) -> None:
         """Make every parameter current."""
         if self.gatherer is not None:
             self.gatherer.wait_all()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything on the device that lives from step to step, parameters apart, by name."""
+        named: dict[str, Tensor] = {"token": self.token}
+        for number, buffer in enumerate(self.buffers):
+            named[f"grad_data[{number}]"] = buffer.grad_data
+            if buffer.param_data is not None:
+                named[f"param_data[{number}]"] = buffer.param_data
+            for param in buffer.promoted:
+                named[f"main_grad of {self.plan.params[param].name}"] = buffer.main_grads[param]
+        named.update({f"flags.{name}": value for name, value in self.capture.flags.named().items()})
+        if self.checks is not None:
+            named.update({f"checks.{name}": value for name, value in self.checks.tensors().items()})
+        return named
 
     def close(self) -> None:
         """Drain, give parameters their own storage back, leave the registry and destroy the communicators."""
         self.sync_params()
         self.reducer.reset()
         self.is_closed = True
+        self.capture.invalidate("the model was detached")
         unregister_target(self.handle)
         for buffer in self.buffers:
             buffer.release()

@@ -1,8 +1,24 @@
-"""The ops that graphs call, in the ``megabuf::`` namespace.
+"""The ops of this project, in the ``megabuf::`` namespace.
+
+Graphs call
 
     start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()
     wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()
     accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()
+
+and the host calls
+
+    start_reduction_(Tensor(a!)[] grads, int handle, int group, bool scatter) -> ()
+    wait_reduction_(Tensor(a!)[] grads, int handle, int group) -> ()
+    start_gather_(Tensor(a!)[] params, int handle, int group) -> ()
+    wait_gather_(Tensor(a!)[] params, int handle, int group) -> ()
+    all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()
+
+[Note: host ops and device ops]
+``start_grad_sync`` and ``wait_param_sync`` are *host ops*: they look at the state of the step, decide, and issue
+device ops. All others are *device ops*: functions of their arguments, of buffers and of communicators, which read and
+change no state of the step. A captured step holds device ops only; host ops ran once, when it was captured. On CUDA
+that is how graphs work; the tape (``megabuf_fx/tape.py``), which replays steps without a GPU, enforces it.
 
 [Note: order of collectives in a graph]
 Every collective op declares that it mutates the views of its bucket, so a compiler keeps it after their last write
@@ -15,8 +31,9 @@ inplace operation". Effect tokens do not order ops in Inductor 2.13.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +45,20 @@ class SyncTarget(Protocol):
     def start_grad_sync(self, group: int) -> None: ...
 
     def wait_param_sync(self, group: int) -> None: ...
+
+
+class DeviceTarget(SyncTarget, Protocol):
+    """What device ops act on, too."""
+
+    def start_reduction(self, group: int, *, scatter: bool) -> None: ...
+
+    def wait_reduction(self, group: int) -> None: ...
+
+    def start_gather(self, group: int) -> None: ...
+
+    def wait_gather(self, group: int) -> None: ...
+
+    def all_reduce(self, value: Tensor, *, maximum: bool) -> None: ...
 
 
 # The one piece of mutable module state: graphs hold plain integers, and a target lives as long as its model does.
@@ -71,6 +102,33 @@ def _wait_param_sync(params: Sequence[Tensor], token: Tensor, handle: int, group
     _target(handle).wait_param_sync(group)
 
 
+def _device_target(handle: int) -> DeviceTarget:
+    return cast("DeviceTarget", _target(handle))
+
+
+def _start_reduction_(grads: Sequence[Tensor], handle: int, group: int, scatter: bool) -> None:
+    """Start the collective of a bucket group. ``grads`` are its buckets in ``grad_data``, whole."""
+    _device_target(handle).start_reduction(group, scatter=scatter)
+
+
+def _wait_reduction_(grads: Sequence[Tensor], handle: int, group: int) -> None:
+    _device_target(handle).wait_reduction(group)
+
+
+def _start_gather_(params: Sequence[Tensor], handle: int, group: int) -> None:
+    """Start the collective of a bucket group. ``params`` are its buckets in ``param_data``, whole."""
+    _device_target(handle).start_gather(group)
+
+
+def _wait_gather_(params: Sequence[Tensor], handle: int, group: int) -> None:
+    _device_target(handle).wait_gather(group)
+
+
+def _all_reduce_(value: Tensor, handle: int, maximum: bool) -> None:
+    """Sum over the ranks that share buckets, or elementwise maximum over all ranks; visible when it returns."""
+    _device_target(handle).all_reduce(value, maximum=maximum)
+
+
 def _accumulate_wgrad_(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
     """``main_grad = lhs @ rhs (+ main_grad)``, written straight into the buffer.
 
@@ -104,29 +162,44 @@ def _check_product(main_grad: Tensor, lhs: Tensor, rhs: Tensor) -> None:
 
 
 _LIBRARY = torch.library.Library("megabuf", "DEF")
-_LIBRARY.define("start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()")
-_LIBRARY.define("wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()")
-_LIBRARY.define("accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()")
-_LIBRARY.impl("start_grad_sync", _start_grad_sync, "CompositeExplicitAutograd")
-_LIBRARY.impl("wait_param_sync", _wait_param_sync, "CompositeExplicitAutograd")
-_LIBRARY.impl("accumulate_wgrad_", _accumulate_wgrad_, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("megabuf::start_grad_sync", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(main_grads: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
+def _define(schema: str, function: Callable[..., None], fake: Callable[..., None] | None = None) -> Any:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megabuf::{name}", fake or _nothing, lib=_LIBRARY)
+    return getattr(torch.ops.megabuf, name).default
+
+
+def _nothing(*unused: object) -> None:
     return None
 
 
-@torch.library.register_fake("megabuf::wait_param_sync", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(params: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
-    return None
-
-
-@torch.library.register_fake("megabuf::accumulate_wgrad_", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
+def _check_only(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
     _check_product(main_grad, lhs, rhs)
 
 
-start_grad_sync = torch.ops.megabuf.start_grad_sync.default
-wait_param_sync = torch.ops.megabuf.wait_param_sync.default
-accumulate_wgrad_ = torch.ops.megabuf.accumulate_wgrad_.default
+start_grad_sync = _define(
+    "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()", _start_grad_sync
+)
+wait_param_sync = _define(
+    "wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()", _wait_param_sync
+)
+accumulate_wgrad_ = _define(
+    "accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()",
+    _accumulate_wgrad_,
+    _check_only,
+)
+start_reduction_ = _define(
+    "start_reduction_(Tensor(a!)[] grads, int handle, int group, bool scatter) -> ()", _start_reduction_
+)
+wait_reduction_ = _define("wait_reduction_(Tensor(a!)[] grads, int handle, int group) -> ()", _wait_reduction_)
+start_gather_ = _define("start_gather_(Tensor(a!)[] params, int handle, int group) -> ()", _start_gather_)
+wait_gather_ = _define("wait_gather_(Tensor(a!)[] params, int handle, int group) -> ()", _wait_gather_)
+all_reduce_ = _define("all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()", _all_reduce_)
+
+HOST_OPS: Mapping[Any, Callable[..., None]] = MappingProxyType(
+    {start_grad_sync: _start_grad_sync, wait_param_sync: _wait_param_sync}
+)
+"""See [Note: host ops and device ops]."""

@@ -68,6 +68,11 @@ class StepState:
         """The backward of this forward runs and frees its graph: nothing further can come from it."""
         self._outstanding.discard(token)
 
+    @property
+    def outstanding(self) -> int:
+        """Forwards whose backward may still come."""
+        return len(self._outstanding)
+
     def is_awaited(self, key: tuple[int, int], *, besides: ForwardToken | None = None) -> bool:
         """Whether a forward other than ``besides`` may still write the bucket group ``(handle, group)``."""
         return any(token is not besides and key in token.groups for token in self._outstanding)

@@ -100,8 +100,8 @@ class HybridComm:
         answers = self._across.submit(self._inter.all_gather_object, values).result()
         return [value for answer in answers if isinstance(answer, list) for value in answer]
 
-    def reduce_scalar(self, value: Tensor, *, maximum: bool) -> Tensor:
-        return self._intra.reduce_scalar(value, maximum=maximum)
+    def reduce_scalar(self, value: Tensor) -> None:
+        self._intra.reduce_scalar(value)
 
     def broadcast(self, tensor: Tensor) -> None:
         self._across.submit(self._inter.broadcast, tensor).result()

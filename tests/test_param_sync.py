@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megabuf_fx.runtime.bucket_groups import ParamGatherer, ParamPhase
 from megabuf_fx.runtime.buffers import ParamGradBuffer
 from megabuf_fx.runtime.collectives import LocalComm, PendingWork
 from megabuf_fx.runtime.layout import ParamSpec
+from megabuf_fx.runtime.ops import register_target
 from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
 
 LR = 1e-2
@@ -26,6 +28,7 @@ class RecordingComm(LocalComm):
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.target: Any = None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         name = str(int(full[0]))
@@ -40,7 +43,10 @@ def make_gatherer(prefetch: int | None) -> tuple[ParamGatherer, RecordingComm, B
     params = [nn.Parameter(torch.full((4,), float(plan.group_of_param[i]))) for i in range(4)]
     buffers = [ParamGradBuffer(layout, params, device=torch.device("cpu"), sharded=True) for layout in plan.layouts]
     comm = RecordingComm()
-    gatherer = ParamGatherer(plan, buffers, [comm], prefetch=prefetch)
+    # What the ops find; registered weakly, so somebody must hold it.
+    comm.target = mock.Mock()
+    gatherer = ParamGatherer(plan, buffers, [comm], handle=register_target(comm.target), prefetch=prefetch)
+    comm.target.start_gather, comm.target.wait_gather = gatherer.start_gather, gatherer.wait_gather
     gatherer.mark_stale()
     return gatherer, comm, plan
 

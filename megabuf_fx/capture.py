@@ -1,0 +1,310 @@
+"""``capture_step``: a whole training step as one CUDA graph, or as a tape where there is no GPU.
+
+[Note: what is captured]
+All of ``step_fn``: micro-batches, reductions, clipping, the optimizer's update and gathers. Compiled graphs have the
+roles of an ordinary step: the host chooses them once, while the step is captured, and every collective that a graph
+starts is waited for later in the same step. Learning rates and all other numbers that change are read from
+``StepFlags``; the host writes them before a replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megabuf_fx._compat as _compat
+from megabuf_fx.capture_checks import (
+    Snapshot,
+    addresses,
+    changes,
+    compiles_of,
+    find_statics,
+    host_state,
+    refuse_unfit,
+)
+from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.optimizer import DistributedOptimizer
+from megabuf_fx.tape import Tape, diff
+
+MAX_SHOWN = 10
+"""Problems that one error lists."""
+
+
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, or a captured step that is no longer valid."""
+
+
+def capture_step(
+    step_fn: Callable[[Any], Any],
+    example_batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    grad_scaler: torch.amp.GradScaler | None = None,
+    external: Mapping[str, Tensor] | None = None,
+    warmup: int = 3,
+) -> CapturedStep:
+    """Capture ``step_fn(batch)``, a whole training step that ends with ``zero_grad``.
+
+    Runs the step ``warmup`` times on a side stream, twice more to check it, and captures it; then undoes what these
+    steps changed: parameters, module buffers, optimizer state, random number generators. Every rank must call it. On a
+    GPU the step becomes a ``torch.cuda.CUDAGraph``, elsewhere a ``Tape``, which replays the same ops without Python.
+
+    Args:
+        example_batch: tensors in nested containers; later batches must have the same shapes, dtypes and devices. What
+            is no tensor in it stays as it is here.
+        optimizer: those that the step steps, over attached models. Fused ones (``fused=True``), or on a GPU
+            ``capturable=True``; those of torch itself with a tensor as ``lr``.
+        grad_scaler: the ``torch.amp.GradScaler`` that the step uses; needs a fused optimizer.
+        external: further tensors that outlive a step and that the step uses, by name.
+        warmup: ordinary steps before the capture, at least 2: compilation, optimizer state, first-step agreements.
+
+    Raises:
+        CaptureError: the step does not end in the state in which it began, reads values on the host, uses memory that
+            nobody declared, or depends on numbers that Python computes; the message lists what, by name.
+        ValueError: an optimizer that cannot be captured, a model that is not attached.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    handles = _handles_of(optimizers)
+    if warmup < 2:
+        raise ValueError(f"warmup must be at least 2 steps, got {warmup}")
+    refuse_unfit(optimizers, handles)
+    static = _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, example_batch)
+    declared = dict(external or {})
+    if grad_scaler is not None:
+        declared.update(_compat.scaler_tensors(grad_scaler, handles[0].buffers.token.device))
+        for handle in handles:
+            handle.buffers.capture.flags.loss_scale = declared["loss_scale"]
+    subject = _Subject(step_fn, static, optimizers, handles, declared)
+    snapshot = Snapshot(subject.statics(), subject.device)
+    try:
+        with subject.side_stream():
+            subject.run()
+            with subject.captured():
+                for _ in range(warmup - 1):
+                    subject.run()
+                begin = subject.host_state()
+                tape = _check(subject, begin)
+                graph, outputs = _capture_cuda(subject) if subject.device.type == "cuda" else (tape, tape.outputs)
+    finally:
+        snapshot.restore(subject.statics())
+        subject.uploaded = []
+        for each in optimizers:
+            if isinstance(each, DistributedOptimizer):
+                each.note_written_weights()
+    return CapturedStep(subject, graph, outputs, begin)
+
+
+class _Subject:
+    """The step that is captured, and all that belongs to it."""
+
+    def __init__(
+        self,
+        step_fn: Callable[[Any], Any],
+        static: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+        handles: Sequence[MegabufHandle],
+        external: Mapping[str, Tensor],
+    ) -> None:
+        self.step_fn = step_fn
+        self.static = static
+        self.optimizers = list(optimizers)
+        self.handles = list(handles)
+        self.external = external
+        self.device = handles[0].buffers.token.device
+        self.uploaded: list[object] = []
+        """The learning rates that the device has."""
+        for each in self.optimizers:
+            if isinstance(each, DistributedOptimizer):
+                each.handle.buffers.capture.flags.make_lr(len(each.param_groups))
+
+    def run(self) -> Any:
+        self.upload_lr()
+        return self.step_fn(self.static)
+
+    def upload_lr(self) -> None:
+        """Bring the learning rates of the param groups into the table, as far as they have changed."""
+        pairs = [
+            (group["lr"], lr)
+            for each in self.optimizers
+            if isinstance(each, DistributedOptimizer)
+            for group, lr in zip(each.param_groups, each.handle.buffers.capture.flags.lr)
+        ]
+        values: list[object] = [value for value, _ in pairs]
+        if any(isinstance(value, Tensor) for value in values) or values != self.uploaded:
+            for value, lr in pairs:
+                if isinstance(value, Tensor):
+                    lr.copy_(value)
+                else:
+                    lr.fill_(float(value))
+            self.uploaded = values
+
+    def statics(self) -> dict[str, Tensor]:
+        inputs = [leaf for leaf in _compat.tree_leaves(self.static) if isinstance(leaf, Tensor)]
+        return find_statics(self.optimizers, self.handles, self.external, inputs)
+
+    def host_state(self) -> dict[str, object]:
+        return host_state(self.optimizers, self.handles)
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for handle in self.handles:
+                stack.enter_context(handle.buffers.capture.active())
+            yield
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """CUDA captures on a stream of its own, and everything that the step touches must have run there before."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for handle in self.handles:
+                handle.renew_hooks()
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+
+def _check(subject: _Subject, begin: Mapping[str, object]) -> Tape:
+    """Record the step twice and raise CaptureError for all that is wrong with it; the second recording."""
+    compiled = compiles_of(subject.handles)
+    tapes = []
+    for _ in range(2):
+        tape = Tape(subject.statics, keeps=subject.device.type != "cuda")
+        subject.upload_lr()
+        with tape:
+            tape.outputs = subject.step_fn(subject.static)
+        tapes.append(tape)
+    first, second = tapes
+    problems = [f"the step does not end as it began, {line}" for line in changes(begin, subject.host_state())]
+    problems += [str(violation) for violation in second.violations]
+    difference = diff(first, second)
+    if difference is not None and not problems:
+        problems.append(f"two runs of the step differ: {difference}. A replay would repeat the first")
+    if compiles_of(subject.handles) != compiled:
+        problems.append("something was compiled in the last steps; raise `warmup`")
+    if problems:
+        unique = list(dict.fromkeys(problems))
+        rest = f"\n* and {len(unique) - MAX_SHOWN} more" if len(unique) > MAX_SHOWN else ""
+        raise CaptureError("this step cannot be captured:\n* " + "\n* ".join(unique[:MAX_SHOWN]) + rest)
+    return second
+
+
+def _capture_cuda(subject: _Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(subject.device)
+    # Other threads may call CUDA meanwhile, as NCCL's watchdog does.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(subject.device), capture_error_mode="thread_local"):
+        outputs = subject.step_fn(subject.static)
+    return graph, outputs
+
+
+class CapturedStep:
+    """What ``capture_step`` returns: call it with a batch to take one training step."""
+
+    def __init__(
+        self, subject: _Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
+    ) -> None:
+        self.graph = graph
+        """The ``CUDAGraph``, or the tape."""
+        self.replays = 0
+        self._subject = subject
+        self._outputs = outputs
+        self._begin = begin
+        self._gathers = [_gathers_of(handle) for handle in subject.handles]
+        self._addresses = addresses(subject.statics())
+        self._epochs = [handle.buffers.capture.epoch for handle in subject.handles]
+
+    def __call__(self, batch: Any) -> Any:
+        """Copy ``batch`` into the static inputs, replay, and return copies of what the step returned.
+
+        Raises:
+            CaptureError: the capture is no longer valid, or the batch does not fit.
+            RuntimeError: NaN or Inf was found (``check_for_nan_in_grad``, ``max_skipped_steps``), on every rank; the
+                update was left out.
+        """
+        subject = self._subject
+        self._prepare()
+        self._copy_in(batch)
+        subject.upload_lr()
+        self.graph.replay()
+        self._note_replay()
+        return _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self._outputs)
+
+    def _prepare(self) -> None:
+        subject = self._subject
+        for handle, epoch in zip(subject.handles, self._epochs):
+            if handle.buffers.capture.epoch != epoch:
+                self._refuse(handle.buffers.capture.reason)
+        moved = [name for name, address in addresses(subject.statics()).items() if self._addresses.get(name) != address]
+        if moved:
+            self._refuse(f"{moved[0]} is in other memory than when it was captured")
+        for handle, gathers in zip(subject.handles, self._gathers):
+            if _gathers_of(handle) != gathers:
+                # Somebody has gathered parameters by hand; the step gathers them again.
+                handle.sync_params()
+                handle.buffers.set_gathers(gathers)
+        found = changes(self._begin, subject.host_state())
+        if found:
+            self._refuse(f"it does not begin as it did, {found[0]}")
+        for each in subject.optimizers:
+            if isinstance(each, DistributedOptimizer):
+                each.warn_of_written_weights()
+
+    def _refuse(self, reason: str) -> None:
+        raise CaptureError(f"this captured step is not valid any more: {reason}. Call capture_step again")
+
+    def _copy_in(self, batch: Any) -> None:
+        static, given = _compat.tree_leaves(self._subject.static), _compat.tree_leaves(batch)
+        if len(static) != len(given):
+            raise CaptureError(f"the batch has {len(given)} leaves, the example had {len(static)}")
+        for index, (mine, value) in enumerate(zip(static, given)):
+            if not isinstance(mine, Tensor):
+                if mine is not value and mine != value:
+                    raise CaptureError(f"leaf {index} of the batch is {value!r}, but {mine!r} was captured")
+            elif not isinstance(value, Tensor) or value.shape != mine.shape or value.dtype != mine.dtype:
+                got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+                raise CaptureError(f"leaf {index} of the batch is {got}, captured was {tuple(mine.shape)} {mine.dtype}")
+            else:
+                mine.copy_(value, non_blocking=True)
+
+    def _note_replay(self) -> None:
+        """What the host would have noted, had it run the step."""
+        self.replays += 1
+        for handle in self._subject.handles:
+            handle.buffers.count_step()
+        for each in self._subject.optimizers:
+            _compat.mark_stepped(each)
+            if isinstance(each, DistributedOptimizer):
+                each.note_written_weights()
+                # Looking waits for the device, so it is done as seldom as the limit allows.
+                if each.max_skipped_steps is not None and self.replays % each.max_skipped_steps == 0:
+                    each.check_skipped()
+        for handle in self._subject.handles:
+            handle.buffers.report(has_findings=True)
+        if isinstance(self.graph, Tape):
+            found = changes(self._begin, self._subject.host_state())
+            if found:
+                raise CaptureError(f"a replay changed the state of the host: {found[0]}")
+
+
+def _gathers_of(handle: MegabufHandle) -> list[Any]:
+    gatherer = handle.buffers.gatherer
+    return list(gatherer.phases) if gatherer is not None else []
+
+
+def _handles_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[MegabufHandle]:
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    handles = find_handles(params)
+    if not handles:
+        raise ValueError("capture_step needs optimizers over attached models; call megabuf_fx.attach(model) first")
+    devices = {handle.buffers.token.device for handle in handles}
+    if len(devices) > 1:
+        raise ValueError(f"the models of one captured step must be on one device, not on {sorted(map(str, devices))}")
+    return handles
