@@ -8,6 +8,7 @@ opt = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
 from megabuf_fx.attach import attach
 from megabuf_fx.capture import CapturedStep, CaptureError, capture_step
+from megabuf_fx.capture_micro import CapturedMicroBatch, capture_micro_batch
 from megabuf_fx.checkpoint import async_save_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megabuf_fx.checkpoint_files import CheckpointError
 from megabuf_fx.config import MegabufConfig
@@ -16,6 +17,7 @@ from megabuf_fx.optimizer import DistributedOptimizer
 
 __all__ = [
     "CaptureError",
+    "CapturedMicroBatch",
     "CapturedStep",
     "CheckpointError",
     "DistributedOptimizer",
@@ -23,6 +25,7 @@ __all__ = [
     "MegabufHandle",
     "async_save_checkpoint",
     "attach",
+    "capture_micro_batch",
     "capture_step",
     "handle",
     "latest_checkpoint",

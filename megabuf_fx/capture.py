@@ -69,48 +69,59 @@ def capture_step(
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     handles = _handles_of(optimizers)
-    if warmup < 2:
-        raise ValueError(f"warmup must be at least 2 steps, got {warmup}")
     refuse_unfit(optimizers, handles)
-    static = _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, example_batch)
     declared = dict(external or {})
     if grad_scaler is not None:
         declared.update(_compat.scaler_tensors(grad_scaler, handles[0].buffers.token.device))
         for handle in handles:
             handle.buffers.capture.flags.loss_scale = declared["loss_scale"]
-    subject = _Subject(step_fn, static, optimizers, handles, declared)
-    snapshot = Snapshot(subject.statics(), subject.device)
+    subject = Subject(step_fn, example_batch, optimizers, handles, declared)
+    return CapturedStep(subject, *capture(subject, warmup=warmup, is_micro_batch=False))
+
+
+def capture(
+    subject: Subject, *, warmup: int, is_micro_batch: bool
+) -> tuple[torch.cuda.CUDAGraph | Tape, Any, dict[str, object]]:
+    """Warm up, check and capture, then undo what that changed: the graph, its outputs, the host's state before it."""
+    if warmup < 2:
+        raise ValueError(f"warmup must be at least 2, got {warmup}")
+    snapshot = Snapshot(subject.changing(), subject.device)
     try:
         with subject.side_stream():
             subject.run()
-            with subject.captured():
+            with subject.captured(is_micro_batch=is_micro_batch):
                 for _ in range(warmup - 1):
                     subject.run()
                 begin = subject.host_state()
                 tape = _check(subject, begin)
-                graph, outputs = _capture_cuda(subject) if subject.device.type == "cuda" else (tape, tape.outputs)
+                if subject.device.type == "cuda":
+                    graph, outputs = _capture_cuda(subject)
+                    return graph, outputs, begin
+                return tape, tape.outputs, begin
     finally:
-        snapshot.restore(subject.statics())
+        snapshot.restore(subject.changing())
         subject.uploaded = []
-        for each in optimizers:
+        for each in subject.optimizers:
             if isinstance(each, DistributedOptimizer):
                 each.note_written_weights()
-    return CapturedStep(subject, graph, outputs, begin)
 
 
-class _Subject:
-    """The step that is captured, and all that belongs to it."""
+class Subject:
+    """What is captured, and all that belongs to it. ``reset`` ends each run where the function itself does not."""
 
     def __init__(
         self,
         step_fn: Callable[[Any], Any],
-        static: Any,
+        example_batch: Any,
         optimizers: Sequence[torch.optim.Optimizer],
         handles: Sequence[MegabufHandle],
         external: Mapping[str, Tensor],
+        reset: Callable[[], None] = lambda: None,
     ) -> None:
         self.step_fn = step_fn
-        self.static = static
+        self.reset = reset
+        self.static = _clone(example_batch)
+        """The inputs that every replay reads."""
         self.optimizers = list(optimizers)
         self.handles = list(handles)
         self.external = external
@@ -121,9 +132,10 @@ class _Subject:
             if isinstance(each, DistributedOptimizer):
                 each.handle.buffers.capture.flags.make_lr(len(each.param_groups))
 
-    def run(self) -> Any:
+    def run(self) -> None:
         self.upload_lr()
-        return self.step_fn(self.static)
+        self.step_fn(self.static)
+        self.reset()
 
     def upload_lr(self) -> None:
         """Bring the learning rates of the param groups into the table, as far as they have changed."""
@@ -146,14 +158,19 @@ class _Subject:
         inputs = [leaf for leaf in _compat.tree_leaves(self.static) if isinstance(leaf, Tensor)]
         return find_statics(self.optimizers, self.handles, self.external, inputs)
 
+    def changing(self) -> dict[str, Tensor]:
+        """What a run changes and the next one reads. Gradients are overwritten first."""
+        constant = ("grad_data", "main_grad", *(() if self.optimizers else ("parameter", "param_data")))
+        return {name: tensor for name, tensor in self.statics().items() if not name.startswith(constant)}
+
     def host_state(self) -> dict[str, object]:
         return host_state(self.optimizers, self.handles)
 
     @contextlib.contextmanager
-    def captured(self) -> Iterator[None]:
+    def captured(self, *, is_micro_batch: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for handle in self.handles:
-                stack.enter_context(handle.buffers.capture.active())
+                stack.enter_context(handle.buffers.capture.active(is_micro_batch=is_micro_batch))
             yield
 
     @contextlib.contextmanager
@@ -171,7 +188,7 @@ class _Subject:
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
-def _check(subject: _Subject, begin: Mapping[str, object]) -> Tape:
+def _check(subject: Subject, begin: Mapping[str, object]) -> Tape:
     """Record the step twice and raise CaptureError for all that is wrong with it; the second recording."""
     compiled = compiles_of(subject.handles)
     tapes = []
@@ -180,6 +197,7 @@ def _check(subject: _Subject, begin: Mapping[str, object]) -> Tape:
         subject.upload_lr()
         with tape:
             tape.outputs = subject.step_fn(subject.static)
+        subject.reset()
         tapes.append(tape)
     first, second = tapes
     problems = [f"the step does not end as it began, {line}" for line in changes(begin, subject.host_state())]
@@ -196,20 +214,21 @@ def _check(subject: _Subject, begin: Mapping[str, object]) -> Tape:
     return second
 
 
-def _capture_cuda(subject: _Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(subject.device)
     # Other threads may call CUDA meanwhile, as NCCL's watchdog does.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(subject.device), capture_error_mode="thread_local"):
         outputs = subject.step_fn(subject.static)
+    subject.reset()
     return graph, outputs
 
 
-class CapturedStep:
-    """What ``capture_step`` returns: call it with a batch to take one training step."""
+class Captured:
+    """Something that was captured, with the inputs it reads and the outputs it writes."""
 
     def __init__(
-        self, subject: _Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
+        self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
     ) -> None:
         self.graph = graph
         """The ``CUDAGraph``, or the tape."""
@@ -217,48 +236,25 @@ class CapturedStep:
         self._subject = subject
         self._outputs = outputs
         self._begin = begin
-        self._gathers = [_gathers_of(handle) for handle in subject.handles]
         self._addresses = addresses(subject.statics())
         self._epochs = [handle.buffers.capture.epoch for handle in subject.handles]
 
-    def __call__(self, batch: Any) -> Any:
-        """Copy ``batch`` into the static inputs, replay, and return copies of what the step returned.
-
-        Raises:
-            CaptureError: the capture is no longer valid, or the batch does not fit.
-            RuntimeError: NaN or Inf was found (``check_for_nan_in_grad``, ``max_skipped_steps``), on every rank; the
-                update was left out.
-        """
-        subject = self._subject
-        self._prepare()
-        self._copy_in(batch)
-        subject.upload_lr()
-        self.graph.replay()
-        self._note_replay()
-        return _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self._outputs)
-
-    def _prepare(self) -> None:
-        subject = self._subject
-        for handle, epoch in zip(subject.handles, self._epochs):
+    def _check_memory(self) -> None:
+        for handle, epoch in zip(self._subject.handles, self._epochs):
             if handle.buffers.capture.epoch != epoch:
                 self._refuse(handle.buffers.capture.reason)
-        moved = [name for name, address in addresses(subject.statics()).items() if self._addresses.get(name) != address]
-        if moved:
-            self._refuse(f"{moved[0]} is in other memory than when it was captured")
-        for handle, gathers in zip(subject.handles, self._gathers):
-            if _gathers_of(handle) != gathers:
-                # Somebody has gathered parameters by hand; the step gathers them again.
-                handle.sync_params()
-                handle.buffers.set_gathers(gathers)
-        found = changes(self._begin, subject.host_state())
+        for name, address in addresses(self._subject.statics()).items():
+            if self._addresses.get(name) != address:
+                self._refuse(f"{name} is in other memory than when it was captured")
+
+    def _check_host_state(self, *, ignoring: tuple[str, ...] = ()) -> None:
+        found = changes(self._begin, self._subject.host_state())
+        found = [line for line in found if not line.startswith(ignoring)]
         if found:
             self._refuse(f"it does not begin as it did, {found[0]}")
-        for each in subject.optimizers:
-            if isinstance(each, DistributedOptimizer):
-                each.warn_of_written_weights()
 
     def _refuse(self, reason: str) -> None:
-        raise CaptureError(f"this captured step is not valid any more: {reason}. Call capture_step again")
+        raise CaptureError(f"this capture is not valid any more: {reason}. Capture again")
 
     def _copy_in(self, batch: Any) -> None:
         static, given = _compat.tree_leaves(self._subject.static), _compat.tree_leaves(batch)
@@ -274,9 +270,54 @@ class CapturedStep:
             else:
                 mine.copy_(value, non_blocking=True)
 
-    def _note_replay(self) -> None:
-        """What the host would have noted, had it run the step."""
+    def _replay(self) -> Any:
+        """Replay; copies of the outputs, which the next replay overwrites."""
+        before = self._subject.host_state() if isinstance(self.graph, Tape) else None
+        self.graph.replay()
         self.replays += 1
+        if before is not None:
+            found = changes(before, self._subject.host_state())
+            if found:
+                raise CaptureError(f"a replay changed the state of the host: {found[0]}")
+        return _clone(self._outputs)
+
+
+class CapturedStep(Captured):
+    """What ``capture_step`` returns: call it with a batch to take one training step."""
+
+    def __init__(
+        self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
+    ) -> None:
+        super().__init__(subject, graph, outputs, begin)
+        self._gathers = [_gathers_of(handle) for handle in subject.handles]
+
+    def __call__(self, batch: Any) -> Any:
+        """Copy ``batch`` into the static inputs, replay, and return copies of what the step returned.
+
+        Raises:
+            CaptureError: the capture is no longer valid, or the batch does not fit.
+            RuntimeError: NaN or Inf was found (``check_for_nan_in_grad``, ``max_skipped_steps``), on every rank; the
+                update was left out.
+        """
+        subject = self._subject
+        self._check_memory()
+        for handle, gathers in zip(subject.handles, self._gathers):
+            if _gathers_of(handle) != gathers:
+                # Somebody has gathered parameters by hand; the step gathers them again.
+                handle.sync_params()
+                handle.buffers.set_gathers(gathers)
+        self._check_host_state()
+        for each in subject.optimizers:
+            if isinstance(each, DistributedOptimizer):
+                each.warn_of_written_weights()
+        self._copy_in(batch)
+        subject.upload_lr()
+        outputs = self._replay()
+        self._note_step()
+        return outputs
+
+    def _note_step(self) -> None:
+        """What the host would have noted, had it run the step."""
         for handle in self._subject.handles:
             handle.buffers.count_step()
         for each in self._subject.optimizers:
@@ -288,10 +329,10 @@ class CapturedStep:
                     each.check_skipped()
         for handle in self._subject.handles:
             handle.buffers.report(has_findings=True)
-        if isinstance(self.graph, Tape):
-            found = changes(self._begin, self._subject.host_state())
-            if found:
-                raise CaptureError(f"a replay changed the state of the host: {found[0]}")
+
+
+def _clone(values: Any) -> Any:
+    return _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, values)
 
 
 def _gathers_of(handle: MegabufHandle) -> list[Any]:

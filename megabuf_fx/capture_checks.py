@@ -156,8 +156,7 @@ class Snapshot:
     """Values of tensors, on the host, and of the random number generators; to undo what warming up did."""
 
     def __init__(self, statics: Mapping[str, Tensor], device: torch.device) -> None:
-        # Gradients are not kept: a step begins by overwriting them.
-        self._kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in statics.items() if _matters(name)}
+        self._kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in statics.items()}
         self._device = device
         self._cpu_rng = torch.get_rng_state()
         self._rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -168,15 +167,11 @@ class Snapshot:
         for name, tensor in statics.items():
             if name in self._kept:
                 tensor.copy_(self._kept[name])
-            elif _matters(name):
+            else:
                 tensor.zero_()
         torch.set_rng_state(self._cpu_rng)
         if self._rng is not None:
             torch.cuda.set_rng_state(self._rng, self._device)
-
-
-def _matters(name: str) -> bool:
-    return not name.startswith(("grad_data", "main_grad"))
 
 
 def addresses(statics: Mapping[str, Tensor]) -> dict[str, int]:

@@ -50,11 +50,11 @@ def backward_passes(
     if role.write is None or not gradients:
         return []
     writes = tuple(gradients.values())
-    accumulate = role.write == "accumulate"
+    accumulate = {"overwrite": False, "accumulate": True, "flagged": None}[role.write]
     steps: list[Step] = [
         (add_buffer_inputs.PASS, partial(add_buffer_inputs.add_buffer_inputs, extras=extras, writes=writes))
     ]
-    if fuse:
+    if fuse and accumulate is not None:
         steps.append((fuse_wgrad.PASS, partial(fuse_wgrad.fuse_wgrad, gradients=gradients, accumulate=accumulate)))
     return [
         *steps,

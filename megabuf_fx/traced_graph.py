@@ -239,6 +239,7 @@ class TracedGraph:
                 },
                 device=any_model.token.device,
                 with_token=bool(role.launches),
+                with_flag=role.write == "flagged",
             )
         steps = backward_passes(gradients, role=role, extras=extras, fuse=self.fuse)
         kind = f"backward_{role.name}"
@@ -296,6 +297,8 @@ def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tenso
     model = models[extra.handle]
     if extra.kind == "token":
         return model.token
+    if extra.kind == "flag":
+        return model.capture.flags.accumulate
     if extra.kind == "grad_data":
         return model.buffers[extra.index].grad_data
     return model.main_grads[extra.index]

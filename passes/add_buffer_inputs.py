@@ -23,8 +23,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megabuf_fx.passes.contract import GraphPass, PassError
-from megabuf_fx.passes.graph_utils import MAIN_GRAD, TOKEN, aten, placeholders
+from megabuf_fx.passes.graph_utils import FLAG, MAIN_GRAD, TOKEN, aten, placeholders
 from megabuf_fx.runtime.plan import GraphParam
+
+_NAMES = {"token": TOKEN, "flag": FLAG}
+"""Of the inputs that are no buffers: the name of the placeholder and its mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,10 @@ class ExtraInput:
     """A tensor that the caller appends: shape, dtype and device, and which one it is."""
 
     kind: str
-    """``main_grad``, ``grad_data`` (a whole buffer) or ``token``."""
+    """``main_grad``, ``grad_data`` (a whole buffer), ``flag`` (accumulate) or ``token``."""
     handle: int
     index: int
-    """Parameter index for ``main_grad``, buffer index for ``grad_data``, 0 for the token."""
+    """Parameter index for ``main_grad``, buffer index for ``grad_data``, 0 for the others."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +46,12 @@ class ExtraInput:
 
 
 def extra_inputs(
-    writes: Sequence[GraphParam], *, buffer_numels: dict[tuple[int, int], int], device: torch.device, with_token: bool
+    writes: Sequence[GraphParam],
+    *,
+    buffer_numels: dict[tuple[int, int], int],
+    device: torch.device,
+    with_token: bool,
+    with_flag: bool = False,
 ) -> tuple[ExtraInput, ...]:
     """What a graph that writes ``writes`` needs; ``buffer_numels`` maps ``(handle, buffer)`` to elements."""
     found: dict[tuple[str, int, int], ExtraInput] = {}
@@ -56,10 +64,12 @@ def extra_inputs(
                 "main_grad", param.handle, param.param, param.shape, param.stride, param.grad_dtype, device
             )
         found[extra.kind, extra.handle, extra.index] = extra
-    tokens = []
+    numbers = []
+    if with_flag and writes:
+        numbers.append(ExtraInput("flag", writes[0].handle, 0, (), (), torch.int32, device))
     if with_token and writes:
-        tokens = [ExtraInput("token", writes[0].handle, 0, (1,), (1,), torch.float32, device)]
-    return (*found.values(), *tokens)
+        numbers.append(ExtraInput("token", writes[0].handle, 0, (1,), (1,), torch.float32, device))
+    return (*found.values(), *numbers)
 
 
 def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: Sequence[GraphParam]) -> GraphModule:
@@ -74,12 +84,12 @@ def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: 
     nodes: dict[tuple[str, int, int], Node] = {}
     for extra in extras:
         with graph.inserting_after(anchor):
-            name = "megabuf_token" if extra.kind == "token" else f"{extra.kind}_{extra.index}"
+            name = _NAMES.get(extra.kind, f"{extra.kind}_{extra.index}")
             anchor = graph.placeholder(name)
         with fake_mode:
             anchor.meta["val"] = torch.empty_strided(extra.shape, extra.stride, dtype=extra.dtype, device=extra.device)
-        if extra.kind == "token":
-            anchor.meta[TOKEN] = True
+        if extra.kind in _NAMES:
+            anchor.meta[_NAMES[extra.kind]] = True
         nodes[extra.kind, extra.handle, extra.index] = anchor
     for param in writes:
         if param.whole_buffer:

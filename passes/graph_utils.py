@@ -4,7 +4,7 @@ Passes leave two marks in ``node.meta``, so that later passes and the verifier n
 
 * ``meta["megabuf_param"]``: the ``GraphParam`` of a placeholder that is a parameter (forward);
 * ``meta["megabuf_main_grad"]``: the ``GraphParam`` of a node that is a ``main_grad`` (placeholder, or view of a whole
-  buffer), and ``meta["megabuf_token"]`` on the token placeholder.
+  buffer), and ``meta["megabuf_token"]``, ``meta["megabuf_flag"]`` on the placeholders of the token and of the flag.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ aten = torch.ops.aten
 PARAM = "megabuf_param"
 MAIN_GRAD = "megabuf_main_grad"
 TOKEN = "megabuf_token"
+FLAG = "megabuf_flag"
 
 # A new node inherits where it comes from, so that traces and profiles show the user's source line.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "original_aten", "from_node")
@@ -120,6 +121,11 @@ def storage_input(node: Node) -> Node:
     """The graph input of which ``node`` is a view, or the node itself."""
     *_, base = _bases(node)
     return base
+
+
+def flag_node(gm: GraphModule) -> Node | None:
+    """The placeholder of the accumulate flag, if the graph has one."""
+    return next((node for node in placeholders(gm.graph) if node.meta.get(FLAG)), None)
 
 
 def token_node(gm: GraphModule) -> Node | None:

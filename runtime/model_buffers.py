@@ -331,16 +331,51 @@ class ModelBuffers:
 
     def refuse_reduced(self, group: int) -> None:
         """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
-        if self.reducer.is_started(group) and self._started_in.get(group) != self._backward_id:
+        if self._started_in.get(group) != self._backward_id:
+            self._refuse_started(group)
+
+    def _refuse_started(self, group: int) -> None:
+        if self.reducer.is_started(group):
             names = ", ".join(self.plan.params[p].name for p in self.plan.groups[group].params[:3])
             raise RuntimeError(
                 f"backward writes bucket {group} ({names}, ...) whose gradients were already reduced. Run all "
                 "micro-batches but the last inside `with buf.no_sync()`, and call zero_grad() after every step"
             )
 
+    # What a captured micro-batch calls around its replays.
+
+    def before_replay(self, writes: Sequence[int]) -> None:
+        """The replay that follows writes the slots of these parameters: say whether it overwrites or adds.
+
+        Raises:
+            RuntimeError: one of them was reduced and not reset.
+        """
+        for group in sorted({self.group_of[param] for param in writes}):
+            self._refuse_started(group)
+        if self.publishes_grad:
+            self._notice_zeroed()
+        self.sync_params()
+        is_later = any(self.state.written[param] for param in writes)
+        for param in writes if is_later else ():
+            if not self.state.written[param]:
+                self.zero(param)
+        self.capture.flags.accumulate.fill_(int(is_later))
+
+    def after_replay(self, writes: Sequence[int]) -> None:
+        """The slots of these parameters are written."""
+        for param in writes:
+            self.state.written[param] = True
+            if self.publishes_grad:
+                self.params[param].grad = self.main_grads[param]
+
     def zero(self, param: int) -> None:
         """Zero the slot of a parameter that some graph will add to."""
-        self.main_grads[param].zero_()
+        if self.capture.is_micro_batch:
+            # It keeps what an earlier micro-batch has left there.
+            main_grad, flag = self.main_grads[param], self.capture.flags.accumulate
+            main_grad.copy_(torch.where(flag != 0, main_grad, 0))
+        else:
+            self.main_grads[param].zero_()
         self.state.written[param] = True
 
     def add_eager_gradient(self, param: int, grad: Tensor) -> None:
@@ -361,6 +396,8 @@ class ModelBuffers:
         elif self.state.written[param]:
             self.main_grads[param].add_(grad)
         else:
+            if self.capture.is_micro_batch:
+                grad = torch.where(self.capture.flags.accumulate != 0, self.main_grads[param] + grad, grad)
             self.main_grads[param].copy_(grad)
             self.state.written[param] = True
 

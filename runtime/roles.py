@@ -33,6 +33,7 @@ def choose_role(
 
     Raises:
         RuntimeError: a gradient belongs to a bucket that was reduced and not reset.
+        NotImplementedError: one micro-batch of several models is being captured.
     """
     if not accumulates:
         return UNTOUCHED
@@ -41,6 +42,11 @@ def choose_role(
         models[handle].refuse_reduced(group)
     unwritten = [param for param in writes if not models[param.handle].state.written[param.param]]
     overwrite = len(unwritten) == len(writes)
+    if any(models[param.handle].capture.is_micro_batch for param in writes):
+        if len({param.handle for param in writes}) > 1:
+            raise NotImplementedError("a captured micro-batch with a graph that spans several attached models")
+        if overwrite:
+            return Role("flagged")
     if not overwrite:
         for param in unwritten:
             models[param.handle].zero(param.param)
