@@ -335,11 +335,18 @@ def inductor_option_names() -> list[str]:
     return list(config.get_config_copy())
 
 
-def is_cudagraphs_default() -> bool:
-    """Whether Inductor's own config turns on CUDA graphs for every compilation."""
+def inductor_default(name: str) -> Any:
+    """The value of an option of Inductor where the user does not give one."""
     from torch._inductor import config
 
-    return bool(config.triton.cudagraphs)
+    return config.get_config_copy()[name]
+
+
+def why_not_recorded(compiled: Any) -> str:
+    """Why Inductor has compiled a graph without CUDA graphs although they were wanted."""
+    info = getattr(compiled, "cudagraph_info", None)
+    reasons = getattr(info, "cudagraph_fail_reasons", None)
+    return str(getattr(compiled, "disabled_cudagraphs_reason", None) or reasons or "nothing in it runs on a GPU")
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def megabuf(
     Raises:
         ValueError: unknown option; options of an attached model that differ from its config.
         RuntimeError: trainable parameters that belong to no attached model and not to one root module.
-        NotImplementedError: compiled autograd, CUDA graph modes, tensor subclasses.
+        NotImplementedError: compiled autograd, tensor subclasses.
     """
     if _compat.is_compiled_autograd_enabled():
         raise NotImplementedError(
@@ -58,10 +59,13 @@ def megabuf(
         fuse=config.gradient_accumulation_fusion,
         dump_dir=config.dump_dir,
     )
+    wants = settle_cudagraphs(inductor_options, example_inputs, inner_compiler=config.inner_compiler)
+    inductor_options = {**inductor_options, "triton.cudagraphs": wants}
     if handles:
         modules = _compat.find_traced_modules(gm)
         for handle in handles:
             handle.watch_hooks(graph, modules)
+            handle.buffers.has_inductor_graphs |= wants
     compiled = _compat.compile_with_aot_autograd(
         gm,
         example_inputs,
@@ -91,12 +95,28 @@ def split_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[
         else:
             hint = suggest(name, known, further=inductor_names)
             raise ValueError(f"unknown option '{name}' of backend 'megabuf'{hint}")
-    if inductor.get("triton.cudagraphs", _compat.is_cudagraphs_default()):
-        raise NotImplementedError(
-            f"mode={mode!r} with options={dict(options or {})!r}, or Inductor's config, turns on CUDA graphs, which "
-            "backend 'megabuf' does not support yet; use mode='max-autotune-no-cudagraphs' or mode=None"
-        )
     return ours, inductor
+
+
+def settle_cudagraphs(inductor: Mapping[str, Any], example_inputs: Sequence[Any], *, inner_compiler: str) -> bool:
+    """Whether this graph is recorded in CUDA graphs, as ``mode="reduce-overhead"`` wants them.
+
+    Collectives are left out of them ([Note: Inductor's CUDA graphs] in ``variants.py``).
+
+    Raises:
+        ValueError: an option that recording needs is off.
+    """
+    if not inductor.get("triton.cudagraphs", _compat.inductor_default("triton.cudagraphs")):
+        return False
+    if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        warnings.warn("CUDA graphs are wanted, but this graph is not on a GPU; it runs without them", stacklevel=2)
+        return False
+    if inner_compiler != "inductor":
+        raise ValueError(f"CUDA graphs need inner_compiler='inductor', not {inner_compiler!r}")
+    for name in ("graph_partition", "triton.cudagraph_trees"):
+        if not inductor.get(name, _compat.inductor_default(name)):
+            raise ValueError(f"CUDA graphs need Inductor's option {name}=True: collectives run between their parts")
+    return True
 
 
 def _refuse_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -147,6 +147,10 @@ def refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[
             if has_no_state and (name not in ("Adam", "AdamW", "SGD") or group.get("dampening")):
                 raise ValueError(f"take one ordinary step before capture_step, so that {name} has made its state")
     for handle in handles:
+        if handle.buffers.has_inductor_graphs:
+            raise ValueError(
+                "the model is compiled with mode='reduce-overhead', whose CUDA graphs cannot be captured again"
+            )
         has_optimizer = any(getattr(optimizer, "handle", None) is handle for optimizer in optimizers)
         if handle.buffers.checks is not None and not has_optimizer:
             raise ValueError("gradient checks inside a captured step need megabuf_fx.DistributedOptimizer")

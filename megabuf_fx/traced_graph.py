@@ -134,6 +134,7 @@ class TracedGraph:
         writes = self._writes(binding)
         for model in binding.models.values():
             model.enter_backward(backward_id)
+            model.note_writer()
         accumulates = all(
             _compat.will_accumulate(binding.models[p.handle].accumulate_nodes[p.param]) for p in writes.values()
         )

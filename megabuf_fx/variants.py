@@ -3,10 +3,17 @@
 A ``GraphSource`` keeps what an inner compiler was given: an untouched copy of the graph (the first compile mutates its
 own), example inputs, keyword arguments, and the surroundings of that call. A further role compiled hours later then
 still has the user's Inductor options and its donated buffers.
+
+[Note: Inductor's CUDA graphs]
+With ``mode="reduce-overhead"`` Inductor records graphs by itself. Buffers are static inputs of theirs, so gradients are
+written in place. Host ops carry the tag ``cudagraph_unsafe``: Inductor cuts the graph there and records the parts
+between, ``n + 1`` for ``n`` collectives that have kernels on both sides; collectives start and are waited for by the
+host, as always. A graph that Inductor does not record after all is an error, never a silent change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,10 +74,22 @@ class GraphSource:
             static = tuple(kwargs.get("static_input_idxs") or ())
             kwargs["static_input_idxs"] = (*static, *range(count, count + len(extras)))
             examples = [*self._example_inputs, *_example_values(gm, len(extras))]
-            if keeps_order:
-                with _compat.keep_graph_order():
-                    return _compat.compile_with_inductor(gm, examples, **kwargs), final
-            return _compat.compile_with_inductor(gm, examples, **kwargs), final
+            with _compat.keep_graph_order() if keeps_order else contextlib.nullcontext():
+                compiled = _compile_with_inductor(gm, examples, kwargs)
+            return compiled, final
+
+
+def _compile_with_inductor(gm: GraphModule, examples: Sequence[Any], kwargs: Mapping[str, Any]) -> Boxed:
+    # Inductor turns this switch off, for forward and backward, when it does not record a graph.
+    switch = kwargs.get("cudagraphs")
+    was_on = bool(switch)
+    compiled = _compat.compile_with_inductor(gm, examples, **kwargs)
+    if was_on and not switch:
+        raise RuntimeError(
+            "CUDA graphs were asked for, but Inductor does not record this graph: "
+            f"{_compat.why_not_recorded(compiled)}. Compile without mode='reduce-overhead', or mend the cause"
+        )
+    return compiled
 
 
 def _copy_graph(gm: GraphModule) -> GraphModule:

@@ -106,6 +106,8 @@ class ModelBuffers:
         """Some compiled graph uses this model."""
         self.compiles = 0
         """Compiled variants of graphs with parameters of this model."""
+        self.has_inductor_graphs = False
+        """Inductor records CUDA graphs of some compiled graph (``mode="reduce-overhead"``)."""
         self.is_closed = False
         self.resets = 0
         """How often a new step began: what was derived from gradients of an earlier one is void."""
@@ -136,6 +138,8 @@ class ModelBuffers:
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
         """Parameters that a graph wrote and whose AccumulateGrad node has not run since."""
+        self._writer: torch.cuda.Stream | None = None
+        """The stream on which a graph wrote last."""
         self._late = LateGradients(self.reducer, self.comm, self.main_grads)
 
     def renew_accumulate_nodes(self) -> None:
@@ -174,6 +178,9 @@ class ModelBuffers:
 
     def start_grad_sync(self, group: int) -> None:
         """Reduce a bucket group whose gradients are final."""
+        if self._writer is not None and self._writer != torch.cuda.current_stream(self.token.device):
+            # Autograd synchronizes streams for gradients that it sees, and it sees none of a graph's.
+            torch.cuda.current_stream(self.token.device).wait_stream(self._writer)
         if self.gatherer is not None:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
@@ -257,6 +264,11 @@ class ModelBuffers:
         for index, param in enumerate(self.params):
             if param.grad is None and index not in self._in_flight:
                 self.state.written[index] = False
+
+    def note_writer(self) -> None:
+        """A graph is about to write on the current stream."""
+        if self.token.is_cuda:
+            self._writer = torch.cuda.current_stream(self.token.device)
 
     def prepare_graph_write(self, param: int) -> None:
         """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.

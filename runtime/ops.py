@@ -164,9 +164,12 @@ def _check_product(main_grad: Tensor, lhs: Tensor, rhs: Tensor) -> None:
 _LIBRARY = torch.library.Library("megabuf", "DEF")
 
 
-def _define(schema: str, function: Callable[..., None], fake: Callable[..., None] | None = None) -> Any:
+def _define(
+    schema: str, function: Callable[..., None], fake: Callable[..., None] | None = None, *, is_host_op: bool = False
+) -> Any:
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    # Inductor's own CUDA graphs leave host ops out: they run between two recorded parts of a graph.
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if is_host_op else ())
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megabuf::{name}", fake or _nothing, lib=_LIBRARY)
     return getattr(torch.ops.megabuf, name).default
@@ -181,10 +184,14 @@ def _check_only(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -
 
 
 start_grad_sync = _define(
-    "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()", _start_grad_sync
+    "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()",
+    _start_grad_sync,
+    is_host_op=True,
 )
 wait_param_sync = _define(
-    "wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()", _wait_param_sync
+    "wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()",
+    _wait_param_sync,
+    is_host_op=True,
 )
 accumulate_wgrad_ = _define(
     "accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()",

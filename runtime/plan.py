@@ -207,10 +207,10 @@ class GraphParam:
 class Role:
     """What one compiled variant of a backward graph does with its gradients. Nothing is decided inside a graph.
 
-    ``write`` is None for plain gradients (``torch.autograd.grad``); ``flagged`` overwrites or accumulates as a number on
-    the device says, for graphs that are captured once and replayed for every micro-batch. ``launches`` are the bucket groups, as
-    ``(handle, group)`` in launch order, whose reduction starts inside the graph; an empty tuple is Megatron's
-    ``no_sync``, or a host that launches by itself.
+    ``write`` is None for plain gradients (``torch.autograd.grad``); ``flagged`` overwrites or accumulates as a number
+    on the device says, for graphs that are captured once and replayed for every micro-batch. ``launches`` are the
+    bucket groups, as ``(handle, group)`` in launch order, whose reduction starts inside the graph; an empty tuple is
+    Megatron's ``no_sync``, or a host that launches by itself.
     """
 
     write: Literal["overwrite", "accumulate", "flagged"] | None

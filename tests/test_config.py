@@ -314,17 +314,6 @@ def test_options_win_over_the_mode() -> None:
     assert inductor["triton.cudagraphs"] is False
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [("reduce-overhead", None), ("max-autotune", {"bucket_size": 5}), (None, {"triton.cudagraphs": True})],
-)
-def test_cudagraphs_are_refused(mode: str | None, options: dict[str, Any] | None) -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"turns on CUDA graphs.*use mode='max-autotune-no-cudagraphs' or mode=None"
-    ):
-        split_options(mode, options)
-
-
 def test_unknown_mode() -> None:
     with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
         split_options("fastest", None)
