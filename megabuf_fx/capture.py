@@ -18,8 +18,8 @@ from torch import Tensor
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.capture_checks import (
+    HostState,
     Snapshot,
-    addresses,
     changes,
     compiles_of,
     find_statics,
@@ -81,7 +81,7 @@ def capture_step(
 
 def capture(
     subject: Subject, *, warmup: int, is_micro_batch: bool
-) -> tuple[torch.cuda.CUDAGraph | Tape, Any, dict[str, object]]:
+) -> tuple[torch.cuda.CUDAGraph | Tape, Any, HostState]:
     """Warm up, check and capture, then undo what that changed: the graph, its outputs, the host's state before it."""
     if warmup < 2:
         raise ValueError(f"warmup must be at least 2, got {warmup}")
@@ -163,7 +163,7 @@ class Subject:
         constant = ("grad_data", "main_grad", *(() if self.optimizers else ("parameter", "param_data")))
         return {name: tensor for name, tensor in self.statics().items() if not name.startswith(constant)}
 
-    def host_state(self) -> dict[str, object]:
+    def host_state(self) -> HostState:
         return host_state(self.optimizers, self.handles)
 
     @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Subject:
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
-def _check(subject: Subject, begin: Mapping[str, object]) -> Tape:
+def _check(subject: Subject, begin: HostState) -> Tape:
     """Record the step twice and raise CaptureError for all that is wrong with it; the second recording."""
     compiled = compiles_of(subject.handles)
     tapes = []
@@ -227,24 +227,22 @@ def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
 class Captured:
     """Something that was captured, with the inputs it reads and the outputs it writes."""
 
-    def __init__(
-        self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
-    ) -> None:
+    def __init__(self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: HostState) -> None:
         self.graph = graph
         """The ``CUDAGraph``, or the tape."""
         self.replays = 0
         self._subject = subject
         self._outputs = outputs
         self._begin = begin
-        self._addresses = addresses(subject.statics())
+        self._memory = [(name, tensor, tensor.data_ptr()) for name, tensor in subject.statics().items()]
         self._epochs = [handle.buffers.capture.epoch for handle in subject.handles]
 
     def _check_memory(self) -> None:
         for handle, epoch in zip(self._subject.handles, self._epochs):
             if handle.buffers.capture.epoch != epoch:
                 self._refuse(handle.buffers.capture.reason)
-        for name, address in addresses(self._subject.statics()).items():
-            if self._addresses.get(name) != address:
+        for name, tensor, address in self._memory:
+            if tensor.data_ptr() != address:
                 self._refuse(f"{name} is in other memory than when it was captured")
 
     def _check_host_state(self, *, ignoring: tuple[str, ...] = ()) -> None:
@@ -285,9 +283,7 @@ class Captured:
 class CapturedStep(Captured):
     """What ``capture_step`` returns: call it with a batch to take one training step."""
 
-    def __init__(
-        self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: dict[str, object]
-    ) -> None:
+    def __init__(self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: HostState) -> None:
         super().__init__(subject, graph, outputs, begin)
         self._gathers = [_gathers_of(handle) for handle in subject.handles]
 

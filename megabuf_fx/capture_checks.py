@@ -25,25 +25,32 @@ _REMEDIES = {
     "forwards without backward": "run every backward inside the step, or the forward under torch.no_grad()",
     "param_groups": "change hyper-parameters between replays (lr), or capture again (all others)",
     "no_sync": "leave `with buf.no_sync()` inside the step",
-    "optimizer state of": "take one ordinary step before capture_step",
+    "optimizer state of": "it must keep its tensors",
 }
 
 
-def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[MegabufHandle]) -> dict[str, object]:
-    """All that the host remembers between steps and that decides what a step does. Learning rates are in the table."""
-    state: dict[str, object] = {}
+HostState = dict[tuple[str, str, str], object]
+"""Values by what they are, whose, and of which model or optimizer; the three make up a name."""
+
+
+def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[MegabufHandle]) -> HostState:
+    """All that the host remembers between steps and that decides what a step does. Learning rates are in the table.
+
+    Taken before every replay, so names are put together only where something has changed.
+    """
+    state: HostState = {}
     for number, handle in enumerate(handles):
         mark = f" (model {number})" if len(handles) > 1 else ""
         buffers = handle.buffers
         for group, (reduction, gather) in enumerate(_phases(handle)):
-            state[f"reduction of bucket group {group}{mark}"] = reduction
-            state[f"gather of bucket group {group}{mark}"] = gather
+            state["reduction of bucket group ", str(group), mark] = reduction
+            state["gather of bucket group ", str(group), mark] = gather
         for spec, param, is_written in zip(buffers.plan.params, buffers.params, buffers.state.written):
-            state[f"gradients in '{spec.name}'{mark}"] = (is_written, param.grad is not None)
-        state[f"forwards without backward{mark}"] = buffers.state.outstanding
-        state[f"no_sync{mark}"] = (buffers.no_sync_depth, buffers.state.is_unsynced)
-        state[f"training mode{mark}"] = handle.model.training
-        state[f"force_all_reduce{mark}"] = handle.force_all_reduce
+            state["gradients in ", spec.name, mark] = (is_written, param.grad is not None)
+        state["forwards without backward", "", mark] = buffers.state.outstanding
+        state["no_sync", "", mark] = (buffers.no_sync_depth, buffers.state.is_unsynced)
+        state["training mode", "", mark] = handle.model.training
+        state["force_all_reduce", "", mark] = handle.force_all_reduce
     for number, optimizer in enumerate(optimizers):
         mark = f" (optimizer {number})" if len(optimizers) > 1 else ""
         is_ours = isinstance(optimizer, DistributedOptimizer)
@@ -54,9 +61,11 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
                 if key == "lr" and is_ours:
                     continue
                 value = options[key]
-                state[f"param_groups[{index}]['{key}']{mark}"] = "tensor" if isinstance(value, Tensor) else repr(value)
+                label = f"[{index}]['{key}']"
+                state["param_groups", label, mark] = id(value) if isinstance(value, Tensor) else repr(value)
         for name, entries in optimizer_state(optimizer):
-            state[f"optimizer state of {name}{mark}"] = tuple(entries)
+            # By identity: who loads a state makes new tensors.
+            state["optimizer state of ", name, mark] = {key: id(value) for key, value in entries.items()}
     return state
 
 
@@ -66,13 +75,19 @@ def _phases(handle: MegabufHandle) -> Iterable[tuple[str, str]]:
     return [(grad.value, param.value) for grad, param in zip(handle.buffers.reducer.phases, gathers)]
 
 
-def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+def changes(before: HostState, after: HostState) -> list[str]:
     """One line for each entry that differs, with what to do about it."""
+    if before == after:
+        return []
     lines = []
-    for name in [*before, *(name for name in after if name not in before)]:
-        if before.get(name) != after.get(name):
-            remedy = next((text for start, text in _REMEDIES.items() if name.startswith(start)), "")
-            line = f"{name} was {before.get(name, 'not there')} and is {after.get(name, 'not there')}"
+    for label in [*before, *(label for label in after if label not in before)]:
+        if before.get(label) != after.get(label):
+            line = "".join(label)
+            if label[0] == "optimizer state of ":
+                line += " was made, loaded or replaced"
+            else:
+                line += f" was {before.get(label, 'not there')} and is {after.get(label, 'not there')}"
+            remedy = next((text for start, text in _REMEDIES.items() if label[0].startswith(start)), "")
             lines.append(f"{line}: {remedy}" if remedy else line)
     return lines
 
@@ -176,10 +191,6 @@ class Snapshot:
         torch.set_rng_state(self._cpu_rng)
         if self._rng is not None:
             torch.cuda.set_rng_state(self._rng, self._device)
-
-
-def addresses(statics: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in statics.items()}
 
 
 def compiles_of(handles: Sequence[MegabufHandle]) -> int:

@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megabuf_fx.capture import Captured, Subject, capture
+from megabuf_fx.capture_checks import HostState
 from megabuf_fx.handle import handle
 
 
 class CapturedMicroBatch(Captured):
     """What ``capture_micro_batch`` returns: call it with a micro-batch to add its gradients to the step's."""
 
-    def __init__(self, subject: Subject, graph: Any, outputs: Any, begin: dict[str, object], writes: list[int]) -> None:
+    def __init__(self, subject: Subject, graph: Any, outputs: Any, begin: HostState, writes: list[int]) -> None:
         super().__init__(subject, graph, outputs, begin)
         self._writes = writes
 
