@@ -207,11 +207,20 @@ def _check(subject: Subject, begin: HostState) -> Tape:
         problems.append(f"two runs of the step differ: {difference}. A replay would repeat the first")
     if compiles_of(subject.handles) != compiled:
         problems.append("something was compiled in the last steps; raise `warmup`")
-    if problems:
-        unique = list(dict.fromkeys(problems))
+    unique = _of_all_ranks(list(dict.fromkeys(problems)), subject.handles)
+    if unique:
         rest = f"\n* and {len(unique) - MAX_SHOWN} more" if len(unique) > MAX_SHOWN else ""
         raise CaptureError("this step cannot be captured:\n* " + "\n* ".join(unique[:MAX_SHOWN]) + rest)
     return second
+
+
+def _of_all_ranks(problems: list[str], handles: Sequence[MegabufHandle]) -> list[str]:
+    """This rank's problems, or else those of others: either every rank captures, or none does."""
+    for handle in handles:
+        answers = handle.buffers.comm.all_gather_object(problems)
+        others = [f"rank {r}: {p}" for r, answer in enumerate(answers) if isinstance(answer, list) for p in answer]
+        problems = problems or others
+    return problems
 
 
 def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -7,6 +7,7 @@ stands in for the recording of each part); what it then generates runs on the CP
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_a_recorded_model_cannot_be_captured_again() -> None:
     optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
     with pytest.raises(ValueError, match="reduce-overhead"):
         mb.capture_step(lambda x: None, torch.ones(1), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_capturing_by_other_means_is_refused(monkeypatch: pytest.MonkeyPatch, is_compiled: bool) -> None:
+    """Such as ``torch.cuda.graph`` around a step, or ``make_graphed_callables`` of a compiled model."""
+    model = seeded(Mlp)
+    buf = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager"))
+    call = torch.compile(model, backend="megabuf") if is_compiled else model
+    x = batch(0, 0, 0, 8, 13)
+    call(x).sum().backward()
+    buf.zero_grad()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(buf.buffers, "token", SimpleNamespace(is_cuda=True))
+    with pytest.raises(RuntimeError, match=r"captured by other means; use megabuf_fx\.capture_step"):
+        call(x)
 
 
 @pytest.fixture
