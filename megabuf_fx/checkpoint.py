@@ -136,7 +136,7 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     group = _group_of(model)
     index: dict[str, Any] = _on_all(group, lambda: files.read_index(directory))
     names = sorted(index["files"])
-    size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+    rank, size = _rank_and_size(group)
     _on_all(group, lambda: files.check_files(directory, index["files"], names[rank::size]))
     loading = _Load(directory, index, _compat.unwrap_compiled(model), optimizer)
     here = set().union(*_gather(group, loading.plan))
@@ -175,14 +175,14 @@ class _Save:
                         value if isinstance(value, (FlatShard, Tensor)) else torch.tensor(value, dtype=torch.float64)
                     )
                     tensors[f"optimizer.{key}.{rename(name)}"] = entry
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, size = _rank_and_size(_group_of(model))
         for key, value in (rank_state or {}).items():
             tensors[f"rank.{rank}.{key}"] = value
         self.content = {
             "step": step,
             "extra": dict(extra or {}),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
-            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "world_size": size,
         }
         json.dumps(self.content)  # before anything is written: TypeError names what is no JSON
         self.tensors = {name: _to_host(value) for name, value in tensors.items()} if is_staged else tensors
@@ -199,7 +199,7 @@ class _Save:
         partial = files.partial_of(self.directory)
         _on_first(group, lambda: files.clear_partial(self.directory))
         index = write_tensors(partial, self.tensors, group)
-        rank = group.rank() if group is not None else 0
+        rank, _ = _rank_and_size(group)
         own = sorted(path.name for path in partial.glob(f"__{rank}_*"))
         sums = _gather(group, lambda: files.checksums(partial, own))
         listed = {name: entry for part in sums for name, entry in part.items()}
@@ -247,8 +247,9 @@ class _Load:
         for name, entries in self._state.items():
             for key, value in entries.items():
                 wanted[f"optimizer.{key}.{rename(name)}"] = value
-        if self._index["world_size"] == (dist.get_world_size() if dist.is_initialized() else 1):
-            prefix = f"rank.{dist.get_rank() if dist.is_initialized() else 0}."
+        rank, size = _rank_and_size(_group_of(self._model))
+        if self._index["world_size"] == size:
+            prefix = f"rank.{rank}."
             self.rank_state = {n.removeprefix(prefix): self._empty(n) for n in self._tensors if n.startswith(prefix)}
             wanted.update({prefix + key: value for key, value in self.rank_state.items()})
         return set(here)
@@ -350,6 +351,10 @@ def _group_of(model: nn.Module) -> Group:
     if handles:
         return handles[0].process_group
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _rank_and_size(group: Group) -> tuple[int, int]:
+    return (group.rank(), group.size()) if group is not None else (0, 1)
 
 
 def _gather(group: Group, function: Callable[[], Any]) -> list[Any]:
