@@ -181,6 +181,7 @@ class _Save:
         self.content = {
             "step": step,
             "extra": dict(extra or {}),
+            "optimizer": _class_of(optimizer),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
             "world_size": size,
         }
@@ -336,6 +337,12 @@ class _Load:
     def _check_groups(self) -> None:
         if self._optimizer is None:
             return
+        writer, reader = self._index["optimizer"], _class_of(self._optimizer)
+        if writer != reader and {writer, reader} != {"Adam", "AdamW"}:
+            raise CheckpointError(
+                f"{self._directory} holds the state of {writer}, which {reader} cannot go on from; leave the "
+                "optimizer out to load the weights alone"
+            )
         own = [group["params"] for group in named_groups(self._model, self._optimizer)]
         saved = [group["params"] for group in self._index["param_groups"]]
         if own != saved:
@@ -343,6 +350,10 @@ class _Load:
                 f"{self._directory}: the optimizer has other param groups: {len(own)} here, {len(saved)} saved, or "
                 "other parameters in them"
             )
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
 
 
 def _group_of(model: nn.Module) -> Group:

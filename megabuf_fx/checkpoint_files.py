@@ -21,7 +21,7 @@ from typing import Any
 
 INDEX = "checkpoint.json"
 FORMAT = "megabuf_fx checkpoint"
-VERSION = 1
+VERSION = 2
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
 
@@ -36,11 +36,10 @@ def partial_of(directory: Path) -> Path:
 
 
 def clear_partial(directory: Path) -> None:
-    """Make an empty place to write to; what an interrupted save left there goes."""
-    partial = partial_of(directory)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    """Make an empty place to write to; what interrupted saves left, of whatever step, goes: one save runs at a time."""
+    for left in directory.parent.glob(f"step-*{_PARTIAL}"):
+        shutil.rmtree(left)
+    partial_of(directory).mkdir(parents=True)
 
 
 def remove_partial(directory: Path) -> None:

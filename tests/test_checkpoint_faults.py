@@ -146,6 +146,16 @@ def test_nothing_is_unpickled(small: tuple[Path, Any, Any], tmp_path: Path) -> N
     assert not differences(state_of(model, optimizer), before)
 
 
+def test_what_interrupted_saves_left_goes_with_the_next_save(small: tuple[Path, Any, Any]) -> None:
+    path, model, optimizer = small
+    left = path.parent / "step-00000007.partial"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    assert mb.latest_checkpoint(path.parent) == path
+    mb.save_checkpoint(path.parent, 8, model, optimizer)
+    assert sorted(p.name for p in path.parent.glob("step-*")) == ["step-00000001", "step-00000008"]
+
+
 def test_strange_indices_are_refused(small: tuple[Path, Any, Any], tmp_path: Path) -> None:
     """Valid checksums do not make valid content."""
 
@@ -191,7 +201,8 @@ def refusals(rank: int, root: str) -> list[str]:
     whole.seen = whole.seen.float()
     whole_path = mb.save_checkpoint(place / "whole", 1, whole, torch.optim.SGD(whole.parameters()))
     one_group = seeded(Zoo)
-    group_path = mb.save_checkpoint(place / "group", 1, one_group, torch.optim.SGD(one_group.parameters()))
+    group_path = mb.save_checkpoint(place / "group", 1, one_group, torch.optim.AdamW(one_group.parameters()))
+    sgd_path = mb.save_checkpoint(place / "sgd", 1, one_group, torch.optim.SGD(one_group.parameters()))
     if rank == 0:
         (place / "foreign").mkdir()
         (place / "foreign" / "checkpoint.json").write_text('{"iteration": 5}')
@@ -205,6 +216,7 @@ def refusals(rank: int, root: str) -> list[str]:
         "'last.weight' has shape (4, 7), here (3, 7)": lambda: run.load(wide_path),
         "'seen' is torch.float32, here torch.int64": lambda: run.load(whole_path),
         "other param groups: 2 here, 1 saved": lambda: run.load(group_path),
+        "holds the state of SGD, which AdamW cannot go on from": lambda: run.load(sgd_path),
         "foreign/checkpoint.json is damaged or was not written by megabuf_fx": lambda: run.load(place / "foreign"),
         "listing/checkpoint.json is damaged or was not written by megabuf_fx": lambda: run.load(place / "listing"),
         "no complete checkpoint": lambda: run.load(place / "step-00000003"),
