@@ -141,6 +141,8 @@ class RecordingMode(TorchDispatchMode):
     Under a plain mode Dynamo runs the original Python instead of what it has compiled.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -158,6 +160,11 @@ class RecordingMode(TorchDispatchMode):
     def record_graph(self, name: str, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a compiled graph that does not run op by op: its kernels are invisible to a dispatch mode."""
         raise NotImplementedError
+
+
+def is_op(function: object) -> bool:
+    """Whether a dispatch mode was called for an ordinary op; a higher-order operator has no schema."""
+    return isinstance(function, torch._ops.OpOverload)
 
 
 def recording_mode() -> RecordingMode | None:

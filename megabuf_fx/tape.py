@@ -132,6 +132,9 @@ class Tape(_compat.RecordingMode):
             return self._run_host_op(func, args)
         if self._graph is not None or func.namespace == "profiler":
             return func(*args, **kwargs)
+        if not _compat.is_op(func):
+            # A higher-order operator, such as the one that keeps the state of a random generator for recomputation.
+            return self.record_graph(str(func), lambda values: func(*values, **kwargs), list(args))
         args, kwargs = self._settle(args, kwargs)
         inputs = _tensors((args, kwargs))
         self._check_op(func, args, inputs)
