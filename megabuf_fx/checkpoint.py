@@ -12,8 +12,9 @@ Experts of one name are others on other ranks; their names end in ``@expert<k>``
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.optimizer import DistributedOptimizer
 from megabuf_fx.optimizer_state import MASTER, State, named_groups
+from megabuf_fx.runtime.collectives import ADVICE, CollectiveError
 
 
 class Loaded(NamedTuple):
@@ -134,14 +136,15 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     """
     directory = Path(directory)
     group = _group_of(model)
-    index: dict[str, Any] = _on_all(group, lambda: files.read_index(directory))
-    names = sorted(index["files"])
-    rank, size = _rank_and_size(group)
-    _on_all(group, lambda: files.check_files(directory, index["files"], names[rank::size]))
-    loading = _Load(directory, index, _compat.unwrap_compiled(model), optimizer)
-    here = set().union(*_gather(group, loading.plan))
-    _on_all(group, lambda: loading.check_covered(here))
-    _on_all(group, lambda: loading.read(group))
+    with _named_failure(f"loading {directory}"):
+        index: dict[str, Any] = _on_all(group, lambda: files.read_index(directory))
+        names = sorted(index["files"])
+        rank, size = _rank_and_size(group)
+        _on_all(group, lambda: files.check_files(directory, index["files"], names[rank::size]))
+        loading = _Load(directory, index, _compat.unwrap_compiled(model), optimizer)
+        here = set().union(*_gather(group, loading.plan))
+        _on_all(group, lambda: loading.check_covered(here))
+        _on_all(group, lambda: loading.read(group))
     # From here on nothing can fail: shapes, names and values are known to fit on every rank.
     loading.apply()
     return Loaded(index["step"], index["extra"], loading.rank_state)
@@ -190,8 +193,9 @@ class _Save:
 
     def write(self, group: Group) -> Path:
         try:
-            return self._write(group)
-        except CheckpointError:
+            with _named_failure(f"saving {self.directory}"):
+                return self._write(group)
+        except RuntimeError:
             if group is None or group.rank() == 0:
                 files.remove_partial(self.directory)
             raise
@@ -275,7 +279,7 @@ class _Load:
             for name, value in self._weights.items():
                 if current[name].dtype in (torch.bfloat16, torch.float16):
                     self._state.setdefault(name, {}).setdefault(MASTER, FlatShard.whole(value.float()))
-            optimizer.set_state(self._state, self._index["param_groups"])
+            optimizer.set_state(self._state, self._index["param_groups"], is_gathered=True)
         elif optimizer is not None:
             set_plain(optimizer, self._model, self._state, self._index["param_groups"])
 
@@ -362,6 +366,17 @@ def _group_of(model: nn.Module) -> Group:
     if handles:
         return handles[0].process_group
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+@contextlib.contextmanager
+def _named_failure(what: str) -> Iterator[None]:
+    """Say what the ranks were doing when one of them could not be reached."""
+    try:
+        yield
+    except (CheckpointError, CollectiveError):
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(f"{what} failed: {error}\n{ADVICE}") from error
 
 
 def _rank_and_size(group: Group) -> tuple[int, int]:

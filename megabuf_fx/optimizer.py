@@ -219,8 +219,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return StateMap(self.handle.buffers).wanted(self.runs, dtypes)
 
     @torch.no_grad()
-    def set_state(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+    def set_state(self, state: State, groups: Sequence[Mapping[str, Any]], *, is_gathered: bool = False) -> None:
         """Replace state and hyper-parameters, both by name, and let the parameters follow the masters.
+
+        ``is_gathered``: every rank has all of the loaded weights already; what is rounded from masters is gathered all
+        the same, as saved masters and saved weights can differ.
 
         Raises:
             ValueError: as ``load_state_dict``.
@@ -259,7 +262,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if entries:
                     self.inner.state[run.master] = entries
         gatherer = buffers.gatherer
-        if gatherer is not None:
+        # By the plan, which is the same on every rank; a rank can own nothing.
+        has_masters = any(layout.key.param_dtype != torch.float32 for layout in self.handle.plan.layouts)
+        if gatherer is not None and (has_masters or not is_gathered):
             gatherer.wait_all()
             gatherer.mark_stale()
             gatherer.wait_all()

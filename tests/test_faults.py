@@ -1,6 +1,6 @@
 """A rank that dies, hangs or raises: the others end with an error that names the collective, and a restart goes on.
 
-The scripts run as processes of their own, as a hang or a kill must not reach the test's groups.
+The runs are processes of their own, as a hang or a kill must not reach the test's groups.
 """
 
 from __future__ import annotations
@@ -15,93 +15,31 @@ import time
 from pathlib import Path
 
 import pytest
+from fault_runs import ANY_GATHER, GATHER, NUMBER, REDUCTION, start_ranks
 from helpers import free_port
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT = 8
-"""Seconds after which the process group gives up."""
-
-SCRIPT = f"""
-import datetime, os, signal, sys, time
-import torch, torch.distributed as dist
-import megabuf_fx as mb
-
-fault, root = sys.argv[1:]
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={TIMEOUT}))
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-config = mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=30, overlap_param_gather=True)
-buf = mb.attach(model, config)
-call = torch.compile(model, backend="megabuf")
-optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-
-
-def fail(*unused):
-    if fault.startswith("kill"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.startswith("raise"):
-        raise ValueError("planned")
-    time.sleep(1000)
-
-
-for step in range(4):
-    is_bad = rank == 1 and step == 2
-    if is_bad and fault.endswith("forward"):
-        fail()
-    output = call(torch.randn(4, 6))
-    if is_bad and fault.endswith("backward"):
-        output.register_hook(fail)
-    output.square().mean().backward()
-    if is_bad and fault.endswith("reduce"):
-        fail()
-    optimizer.clip_grad_norm_(1.0)
-    if is_bad and fault.endswith("step"):
-        fail()
-    optimizer.step()
-    optimizer.zero_grad()
-    if is_bad and fault.endswith("save"):
-        fail()
-    if step == 2:
-        mb.save_checkpoint(root, step, model, optimizer)
-    print(f"rank {{rank}} finished step {{step}}", flush=True)
-"""
-
-GATHER = "CollectiveError: the parameter gather of bucket 1 (0.bias ... 0.weight) failed in step 2"
-REDUCTION = "CollectiveError: the gradient reduction of bucket"
-
 FAULTS = {
-    "kill in forward": GATHER,
-    "hang in forward": GATHER,
-    "raise in forward": GATHER,
+    "kill in forward": f"{GATHER} 2",
+    "hang in forward": f"{GATHER} 2",
+    "raise in forward": f"{GATHER} 2",
     "kill in backward": REDUCTION,
     "hang in backward": REDUCTION,
     "raise in backward": REDUCTION,
     # All ranks have sent their buckets; the others wait for what comes next.
-    "hang in reduce": "CollectiveError: the reduction of a number over megabuf_grads (2 ranks) failed",
-    "kill in step": "CollectiveError: the parameter gather of bucket",
+    "hang in reduce": NUMBER,
+    "kill in step": ANY_GATHER,
     # The model's state_dict gathers what the step has updated.
-    "hang in save": "CollectiveError: the parameter gather of bucket 1 (0.bias ... 0.weight) failed in step 3",
+    "hang in save": f"{GATHER} 3",
 }
 """Part of what rank 0 says when rank 1 fails so in step 2."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_others_end_with_an_error(tmp_path: Path, fault: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), fault, str(tmp_path / "checkpoints")],
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = start_ranks(fault, tmp_path / "checkpoints", environments=[environment] * 2)
     try:
         output, errors = processes[0].communicate(timeout=120)
         if fault.startswith("raise"):
