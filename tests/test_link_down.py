@@ -2,7 +2,8 @@
 
 The two ranks are in network namespaces of their own, joined by a pair of virtual devices; rank 1 sets its end down.
 Unlike with a rank that dies, no connection is closed: whatever is sent gets lost, and only the timeouts notice.
-Needs root and iproute2's ``ip``.
+Needs root and iproute2's ``ip``, which is why it is among the slow tests: a machine that runs the others need not have
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 from fault_runs import ANY_GATHER, GATHER, NUMBER, REDUCTION, TIMEOUT, start_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 MARGIN = 12
 """Seconds from the timeout to the end of the processes, at most."""
@@ -35,7 +36,6 @@ FAULTS = {
     "unplug in write": (r"CollectiveError: saving \S+step-00000002 failed: ",) * 2,
 }
 """What rank 0 and rank 1 say when the link goes down so in step 2."""
-NORMAL = ("unplug in forward", "unplug in backward")
 
 
 def run(*command: str) -> None:
@@ -70,9 +70,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    "fault", [fault if fault in NORMAL else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_both_ranks_end_with_an_error(tmp_path: Path, hosts: list[tuple[str, str]], fault: str) -> None:
     # A namespace has all ports to itself.
     meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
