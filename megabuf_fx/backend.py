@@ -60,7 +60,10 @@ def megabuf(
         dump_dir=config.dump_dir,
     )
     wants = settle_cudagraphs(inductor_options, example_inputs, inner_compiler=config.inner_compiler)
-    inductor_options = {**inductor_options, "triton.cudagraphs": wants}
+    inductor_options["triton.cudagraphs"] = wants
+    if wants:
+        # It would move all launches behind the backward, so that fewer parts are recorded and nothing overlaps.
+        inductor_options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
     if handles:
         modules = _compat.find_traced_modules(gm)
         for handle in handles:

@@ -98,6 +98,12 @@ def capture(
                     graph, outputs = _capture_cuda(subject)
                     return graph, outputs, begin
                 return tape, tape.outputs, begin
+    except BaseException:
+        # What the step has left half-done; where ranks are gone, this fails too, and the first error says more.
+        for handle in subject.handles:
+            with contextlib.suppress(RuntimeError):
+                handle.zero_grad()
+        raise
     finally:
         snapshot.restore(subject.changing())
         subject.uploaded = []
@@ -181,11 +187,15 @@ class Subject:
             return
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for handle in self.handles:
-                handle.renew_hooks()
-            yield
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for handle in self.handles:
+                    handle.renew_hooks()
+                yield
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        for handle in self.handles:
+            handle.renew_hooks()
 
 
 def _check(subject: Subject, begin: HostState) -> Tape:
@@ -196,7 +206,8 @@ def _check(subject: Subject, begin: HostState) -> Tape:
         tape = Tape(subject.statics, keeps=subject.device.type != "cuda")
         subject.upload_lr()
         with tape:
-            tape.outputs = subject.step_fn(subject.static)
+            outputs = subject.step_fn(subject.static)
+        tape.outputs = _detach(outputs)
         subject.reset()
         tapes.append(tape)
     first, second = tapes
@@ -230,7 +241,7 @@ def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(subject.device), capture_error_mode="thread_local"):
         outputs = subject.step_fn(subject.static)
     subject.reset()
-    return graph, outputs
+    return graph, _detach(outputs)
 
 
 class Captured:
@@ -245,6 +256,14 @@ class Captured:
         self._begin = begin
         self._memory = [(name, tensor, tensor.data_ptr()) for name, tensor in subject.statics().items()]
         self._epochs = [handle.buffers.capture.epoch for handle in subject.handles]
+        for handle in subject.handles:
+            handle.buffers.capture.add(self)
+
+    def release(self) -> None:
+        """Give back the graph and its memory; the next call is refused."""
+        self.graph.reset()
+        self._outputs = None
+        self._memory.clear()
 
     def _check_memory(self) -> None:
         for handle, epoch in zip(self._subject.handles, self._epochs):
@@ -334,6 +353,11 @@ class CapturedStep(Captured):
                     each.check_skipped()
         for handle in self._subject.handles:
             handle.buffers.report(has_findings=True)
+
+
+def _detach(values: Any) -> Any:
+    # An output with a graph behind it would keep the nodes that accumulate gradients on the stream of the capture.
+    return _compat.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
 
 
 def _clone(values: Any) -> Any:

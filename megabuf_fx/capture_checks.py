@@ -153,6 +153,9 @@ def refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[
                 "with fused=True (Adam, AdamW, SGD, on every device) or, on a GPU, capturable=True"
             )
         if not isinstance(optimizer, DistributedOptimizer):
+            on_gpu = any(param.is_cuda for group in inner.param_groups for param in group["params"])
+            if on_gpu and any(not group.get("capturable", True) for group in inner.param_groups):
+                raise ValueError(f"torch captures {name} only with capturable=True, also when it is fused")
             if any(not isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
                 raise ValueError(f"the lr of {name} must be a tensor (lr=torch.tensor(...)), or replays keep its value")
         elif not is_fused and (optimizer.max_skipped_steps is not None or optimizer.handle.buffers.checks is not None):

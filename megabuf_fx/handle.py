@@ -213,8 +213,10 @@ class MegabufHandle:
         was current when the node was made."""
         for hook in self._accumulate_hooks:
             hook.remove()
-        self.buffers.renew_accumulate_nodes()
-        self._add_accumulate_hooks()
+        try:
+            self.buffers.renew_accumulate_nodes()
+        finally:
+            self._add_accumulate_hooks()
 
     def _add_accumulate_hooks(self) -> None:
         self._accumulate_hooks = [

@@ -177,6 +177,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             inner.update({key: value for key, value in outer.items() if key != "params"})
             if is_captured:
                 inner["lr"] = buffers.capture.flags.lr[index]
+                if "capturable" in inner and buffers.token.is_cuda and torch.cuda.is_current_stream_capturing():
+                    # Torch insists, also where a fused update reads everything from the device.
+                    inner["capturable"] = True
             self._runs[index] = split_runs(self._runs[index], used, self.inner.state)
             inner["params"] = [run.master for run in self._runs[index]]
             for run in self._runs[index]:

@@ -293,6 +293,14 @@ class Tape(_compat.RecordingMode):
 
     # Replaying.
 
+    def reset(self) -> None:
+        """Forget the recording and give its memory back, as ``CUDAGraph.reset`` does."""
+        self.entries.clear()
+        self._internal.clear()
+        self._external.clear()
+        self._numbers.clear()
+        self.outputs = None
+
     def poison(self) -> None:
         """Fill every storage that the step allocates with 0xFF bytes."""
         for tensor in self._internal.values():

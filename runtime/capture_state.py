@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from megabuf_fx.runtime.flags import StepFlags
+
+
+class Releasable(Protocol):
+    """A captured step."""
+
+    def release(self) -> None:
+        """Give back the graph and its memory."""
 
 
 class CaptureState:
@@ -23,6 +32,7 @@ class CaptureState:
         self.epoch = 0
         """How often memory that captured steps use was replaced."""
         self.reason = ""
+        self._captures: weakref.WeakSet[Releasable] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def active(self, *, is_micro_batch: bool = False) -> Iterator[None]:
@@ -32,7 +42,17 @@ class CaptureState:
         finally:
             self.is_active = self.is_micro_batch = False
 
+    def add(self, capture: Releasable) -> None:
+        """Release this one when captures become invalid."""
+        self._captures.add(capture)
+
     def invalidate(self, reason: str) -> None:
-        """Every captured step refuses to run from now on, and says ``reason``."""
+        """Every captured step refuses to run from now on, and says ``reason``.
+
+        What it holds is released: NCCL waits, when a communicator is destroyed, until no graph has its kernels.
+        """
         self.epoch += 1
         self.reason = reason
+        for capture in list(self._captures):
+            capture.release()
+        self._captures.clear()

@@ -9,6 +9,7 @@ Slots that the step did not write are zeroed just before; nothing else is ever z
 from __future__ import annotations
 
 import fnmatch
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ from megabuf_fx.runtime.scaling import grad_scaling
 from megabuf_fx.runtime.step_state import StepState
 from megabuf_fx.runtime.transports import Communicators, choose_reduce_scatter
 from megabuf_fx.runtime.usage import UsageExchange
+
+_OLD = "megabuf_fx old"
+"""Marks autograd nodes that are to be made anew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +147,22 @@ class ModelBuffers:
         self._late = LateGradients(self.reducer, self.comm, self.main_grads)
 
     def renew_accumulate_nodes(self) -> None:
-        """Make the autograd nodes of the parameters anew, on the current stream."""
-        self.accumulate_nodes.clear()
+        """Make the autograd nodes of the parameters anew, on the current stream.
+
+        Raises:
+            RuntimeError: somebody holds on to the old nodes.
+        """
+        while self.accumulate_nodes:
+            self.accumulate_nodes.pop().metadata[_OLD] = True
+        gc.collect()
         # Held, because autograd keeps the node of a leaf only while somebody does.
         self.accumulate_nodes.extend(torch.autograd.graph.get_gradient_edge(param).node for param in self.params)
+        are_old = [node.metadata.pop(_OLD, False) for node in self.accumulate_nodes]
+        if any(are_old):
+            raise RuntimeError(
+                "a loss or an output of an earlier step is still held, and with it the autograd graph of the stream it "
+                "ran on; drop it, or keep only its detach()"
+            )
 
     def _channel(self, key: BufferKey) -> GradChannel:
         comm = self.comms.pair(is_expert=key.is_expert_parallel).grads
@@ -529,6 +545,7 @@ class ModelBuffers:
         self._is_reduced = False
         self._in_flight.clear()
         self._late.forget()
+        self._writer = None
 
     def count_step(self) -> None:
         """A step has ended, here or in a replay."""

@@ -1,0 +1,194 @@
+"""``tests/gpu/check.py`` on a CPU: its blocks pass as far as they run here, and what is broken is seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import fresh_compiler
+
+from megabuf_fx.capture import Subject
+from megabuf_fx.runs import Run
+from megabuf_fx.runtime.collectives import ProcessGroupComm
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+
+SCRIPT = Path(__file__).parent / "gpu" / "check.py"
+NEEDS_GPU = {"reduce_overhead", "peak_memory", "step_time", "streams"}
+RUNS_HERE = {
+    "versions",
+    "micro_batch",
+    "whole_step",
+    "odd_sizes",
+    "accumulate_gemm",
+    "optimizer_step",
+    "collectives",
+}
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Any]:
+    """The script as a module; it is no part of a package."""
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the names in their annotations.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "cpu.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {row["name"]: row for row in json.loads(out.read_text())}
+    assert {name for name, row in results.items() if row["result"] == "SKIP"} == NEEDS_GPU
+    assert {name for name, row in results.items() if row["result"] == "PASS"} == RUNS_HERE
+    lines, table = done.stdout.split("\n\n")[:2]
+    assert [line.split()[0] for line in lines.splitlines()] == [row["result"] for row in results.values()]
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
+        [name, row["result"]] for name, row in results.items()
+    ]
+
+
+def test_a_failing_block_is_reported_and_the_others_run(
+    check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(context: Any) -> str:
+        raise ValueError("planted,\nin two lines")
+
+    def slow(context: Any) -> str:
+        time.sleep(0.05)
+        return "done"
+
+    blocks = (check.Block("bad", fail), check.Block("slow", slow, limit_s=0.01), check.BLOCKS[0])
+    monkeypatch.setattr(check, "BLOCKS", blocks)
+    assert check.main(["--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL bad: ValueError: planted, in two lines (line ")
+    assert lines[1].startswith("PASS slow done (over its 0 s) [")
+    assert lines[2].startswith("PASS versions Python ")
+    assert [line.split()[:2] for line in lines[6:9]] == [["bad", "FAIL"], ["slow", "PASS"], ["versions", "PASS"]]
+    assert check.main(["--device", "cpu", "--blocks", "versions,slow"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--blocks", "whole_stp"], "unknown blocks ['whole_stp']"), (["--compilers", "nvcc"], "unknown compiler")],
+)
+def test_options_are_checked(
+    check: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def without_flag(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """The host no longer says whether a replayed micro-batch overwrites or adds."""
+    original = ModelBuffers.before_replay
+
+    def before_replay(self: ModelBuffers, writes: Any) -> None:
+        original(self, writes)
+        self.capture.flags.accumulate.zero_()
+
+    patch.setattr(ModelBuffers, "before_replay", before_replay)
+
+
+def with_right_python_flag(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """Replays of a frozen decision that are right all the same: then the comparison shows nothing."""
+
+    def by_hand(training: Any, function: Callable[[], None], inputs: Any) -> Callable[[], None]:
+        return function
+
+    patch.setattr(check, "record_by_hand", by_hand)
+
+
+def without_schedule(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """Replays go on with the learning rate of the first."""
+    original = Subject.upload_lr
+
+    def once(self: Subject) -> None:
+        if not self.uploaded:
+            original(self)
+
+    patch.setattr(Subject, "upload_lr", once)
+
+
+def without_skipping(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for NaN and Inf in a captured step."""
+    patch.setattr("megabuf_fx.optimizer.found_inf", lambda buffers, runs: torch.zeros((), dtype=torch.bool))
+
+
+def without_collectives(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """What should be sent stays here."""
+    pending = check.mb.attach.__globals__["make_comm_pair"](None, name="none").grads.all_reduce
+    patch.setattr(ProcessGroupComm, "all_to_all", lambda self, received, sent: pending(sent, average=False))
+
+
+def with_shifted_gradients(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """One slot of a buffer begins an element too early."""
+    original = check.mb.attach
+
+    def attach(model: Any, config: Any) -> Any:
+        buf = original(model, config)
+        buf.buffers.main_grads[2] = (
+            buf.buffers.buffers[0]
+            .grad_data[:1]
+            .as_strided(buf.buffers.main_grads[2].shape, buf.buffers.main_grads[2].stride())
+        )
+        return buf
+
+    patch.setattr(check.mb, "attach", attach)
+
+
+def without_accumulation(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """The product overwrites what it should be added to."""
+    patch.setattr(check, "accumulate_wgrad_", lambda main, lhs, rhs, accumulate: main.copy_(lhs.float() @ rhs.float()))
+
+
+def without_write_back(check: Any, patch: pytest.MonkeyPatch) -> None:
+    """Updated masters do not reach 16-bit parameters."""
+    patch.setattr(Run, "write_params", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "message"),
+    [
+        ("micro_batch", without_flag, "losses and main_grads"),
+        ("micro_batch", with_right_python_flag, "a frozen overwrite leaves"),
+        ("whole_step", without_schedule, "losses, parameters and masters"),
+        ("whole_step", without_skipping, "after an Inf batch"),
+        ("collectives", without_collectives, "losses, parameters and masters"),
+        ("odd_sizes", with_shifted_gradients, "gradients"),
+        ("accumulate_gemm", without_accumulation, "accumulating"),
+        ("optimizer_step", without_write_back, "bfloat16 parameters"),
+    ],
+)
+def test_planted_errors_are_seen(
+    check: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    plant: Callable[[Any, pytest.MonkeyPatch], None],
+    message: str,
+) -> None:
+    (block,) = (block for block in check.BLOCKS if block.name == name)
+    context = check.Context(torch.device("cpu"))
+    plant(check, monkeypatch)
+    result = check.run_block(block, context)
+    assert result.result == "FAIL", result
+    assert "CheckError" in result.note, result
+    assert message in result.note, result
+    monkeypatch.undo()
+    fresh_compiler()
