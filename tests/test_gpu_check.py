@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import blocks_kernels
+import blocks_micro_batch
+import check
 import pytest
 import torch
+from gpu_context import Block, Context
 from helpers import fresh_compiler
+from torch import Tensor
 
+import megabuf_fx as mb
 from megabuf_fx.capture import Subject
 from megabuf_fx.runs import Run
 from megabuf_fx.runtime.collectives import ProcessGroupComm
@@ -33,24 +39,10 @@ RUNS_HERE = {
 }
 
 
-@pytest.fixture(scope="module")
-def check() -> Iterator[Any]:
-    """The script as a module; it is no part of a package."""
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Where dataclasses look for the names in their annotations.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "results" / "cpu.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {row["name"]: row for row in json.loads(out.read_text())}
     assert {name for name, row in results.items() if row["result"] == "SKIP"} == NEEDS_GPU
@@ -63,7 +55,7 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_failing_block_is_reported_and_the_others_run(
-    check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(context: Any) -> str:
         raise ValueError("planted,\nin two lines")
@@ -72,11 +64,12 @@ def test_a_failing_block_is_reported_and_the_others_run(
         time.sleep(0.05)
         return "done"
 
-    blocks = (check.Block("bad", fail), check.Block("slow", slow, limit_s=0.01), check.BLOCKS[0])
+    blocks = (Block("bad", fail), Block("slow", slow, limit_s=0.01), check.BLOCKS[0])
     monkeypatch.setattr(check, "BLOCKS", blocks)
     assert check.main(["--device", "cpu"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAIL bad: ValueError: planted, in two lines (line ")
+    assert " of check.py) [" in lines[0]
     assert lines[1].startswith("PASS slow done (over its 0 s) [")
     assert lines[2].startswith("PASS versions Python ")
     assert [line.split()[:2] for line in lines[6:9]] == [["bad", "FAIL"], ["slow", "PASS"], ["versions", "PASS"]]
@@ -87,15 +80,13 @@ def test_a_failing_block_is_reported_and_the_others_run(
     ("arguments", "message"),
     [(["--blocks", "whole_stp"], "unknown blocks ['whole_stp']"), (["--compilers", "nvcc"], "unknown compiler")],
 )
-def test_options_are_checked(
-    check: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_options_are_checked(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit):
         check.main(["--device", "cpu", *arguments])
     assert message in capsys.readouterr().err
 
 
-def without_flag(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_flag(patch: pytest.MonkeyPatch) -> None:
     """The host no longer says whether a replayed micro-batch overwrites or adds."""
     original = ModelBuffers.before_replay
 
@@ -106,16 +97,16 @@ def without_flag(check: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelBuffers, "before_replay", before_replay)
 
 
-def with_right_python_flag(check: Any, patch: pytest.MonkeyPatch) -> None:
+def with_right_python_flag(patch: pytest.MonkeyPatch) -> None:
     """Replays of a frozen decision that are right all the same: then the comparison shows nothing."""
 
     def by_hand(training: Any, function: Callable[[], None], inputs: Any) -> Callable[[], None]:
         return function
 
-    patch.setattr(check, "record_by_hand", by_hand)
+    patch.setattr(blocks_micro_batch, "record_by_hand", by_hand)
 
 
-def without_schedule(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_schedule(patch: pytest.MonkeyPatch) -> None:
     """Replays go on with the learning rate of the first."""
     original = Subject.upload_lr
 
@@ -126,20 +117,20 @@ def without_schedule(check: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Subject, "upload_lr", once)
 
 
-def without_skipping(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_skipping(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks for NaN and Inf in a captured step."""
     patch.setattr("megabuf_fx.optimizer.found_inf", lambda buffers, runs: torch.zeros((), dtype=torch.bool))
 
 
-def without_collectives(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_collectives(patch: pytest.MonkeyPatch) -> None:
     """What should be sent stays here."""
-    pending = check.mb.attach.__globals__["make_comm_pair"](None, name="none").grads.all_reduce
+    pending = mb.attach.__globals__["make_comm_pair"](None, name="none").grads.all_reduce
     patch.setattr(ProcessGroupComm, "all_to_all", lambda self, received, sent: pending(sent, average=False))
 
 
-def with_shifted_gradients(check: Any, patch: pytest.MonkeyPatch) -> None:
+def with_shifted_gradients(patch: pytest.MonkeyPatch) -> None:
     """One slot of a buffer begins an element too early."""
-    original = check.mb.attach
+    original = mb.attach
 
     def attach(model: Any, config: Any) -> Any:
         buf = original(model, config)
@@ -150,15 +141,19 @@ def with_shifted_gradients(check: Any, patch: pytest.MonkeyPatch) -> None:
         )
         return buf
 
-    patch.setattr(check.mb, "attach", attach)
+    patch.setattr(mb, "attach", attach)
 
 
-def without_accumulation(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_accumulation(patch: pytest.MonkeyPatch) -> None:
     """The product overwrites what it should be added to."""
-    patch.setattr(check, "accumulate_wgrad_", lambda main, lhs, rhs, accumulate: main.copy_(lhs.float() @ rhs.float()))
+
+    def overwrite(main: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
+        main.copy_(lhs.float() @ rhs.float())
+
+    patch.setattr(blocks_kernels, "accumulate_wgrad_", overwrite)
 
 
-def without_write_back(check: Any, patch: pytest.MonkeyPatch) -> None:
+def without_write_back(patch: pytest.MonkeyPatch) -> None:
     """Updated masters do not reach 16-bit parameters."""
     patch.setattr(Run, "write_params", lambda self: None)
 
@@ -177,18 +172,18 @@ def without_write_back(check: Any, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_planted_errors_are_seen(
-    check: Any,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    plant: Callable[[Any, pytest.MonkeyPatch], None],
+    plant: Callable[[pytest.MonkeyPatch], None],
     message: str,
 ) -> None:
     (block,) = (block for block in check.BLOCKS if block.name == name)
-    context = check.Context(torch.device("cpu"))
-    plant(check, monkeypatch)
+    context = Context(torch.device("cpu"))
+    plant(monkeypatch)
     result = check.run_block(block, context)
     assert result.result == "FAIL", result
     assert "CheckError" in result.note, result
     assert message in result.note, result
+    assert re.search(r"\(line \d+ of blocks_\w+\.py\)", result.note), result
     monkeypatch.undo()
     fresh_compiler()
