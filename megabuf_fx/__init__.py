@@ -7,8 +7,9 @@ opt = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 """
 
 from megabuf_fx.attach import attach
-from megabuf_fx.capture import CapturedStep, CaptureError, capture_step
+from megabuf_fx.capture import CapturedStep, capture_step
 from megabuf_fx.capture_micro import CapturedMicroBatch, capture_micro_batch
+from megabuf_fx.capture_subject import CaptureError
 from megabuf_fx.checkpoint import async_save_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megabuf_fx.checkpoint_files import CheckpointError
 from megabuf_fx.config import MegabufConfig

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import CodeType
 from typing import Any, Self, cast
 
 import torch
@@ -193,6 +194,30 @@ def weak_storage(tensor: Tensor) -> object:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def wraps_async_value(func: Any) -> bool:
+    """Whether this op only makes a tensor that waits for a functional collective where it is used."""
+    return str(func) == "_c10d_functional._wrap_tensor_autograd.default"
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Ops run in the dtypes of their arguments, on every device."""
+    return cast("contextlib.AbstractContextManager[Any]", torch._C._DisableAutocast())
+
+
+def is_inductor_code(code: CodeType) -> bool:
+    """Whether this is the function that runs the kernels of a graph that Inductor has compiled."""
+    if code.co_name != "call":
+        return False
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return code.co_filename.startswith(cache_dir())
+
+
+def prints_tensor(code: CodeType) -> bool:
+    """Whether this is the function that makes a tensor's text. It leaves all dispatch modes while it reads values."""
+    return code is torch._tensor_str._str.__code__
 
 
 def async_value(tensor: Tensor) -> Tensor:

@@ -9,33 +9,18 @@ starts is waited for later in the same step. Learning rates and all other number
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import megabuf_fx._compat as _compat
-from megabuf_fx.capture_checks import (
-    HostState,
-    Snapshot,
-    changes,
-    compiles_of,
-    find_statics,
-    host_state,
-    refuse_unfit,
-)
+from megabuf_fx.capture_checks import HostState, changes, held_gradients, refuse_unfit
+from megabuf_fx.capture_subject import CaptureError, Subject, capture, clone_tensors, raise_on_all_ranks
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.optimizer import DistributedOptimizer
-from megabuf_fx.tape import Tape, diff
-
-MAX_SHOWN = 10
-"""Problems that one error lists."""
-
-
-class CaptureError(RuntimeError):
-    """A step that cannot be captured, or a captured step that is no longer valid."""
+from megabuf_fx.tape import Tape
 
 
 def capture_step(
@@ -70,6 +55,8 @@ def capture_step(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     handles = _handles_of(optimizers)
     refuse_unfit(optimizers, handles)
+    held = [f"gradients of an earlier backward are in '{name}'" for name in held_gradients(handles)]
+    raise_on_all_ranks(held, handles, "call zero_grad() before capture_step")
     declared = dict(external or {})
     if grad_scaler is not None:
         declared.update(_compat.scaler_tensors(grad_scaler, handles[0].buffers.token.device))
@@ -77,171 +64,6 @@ def capture_step(
             handle.buffers.capture.flags.loss_scale = declared["loss_scale"]
     subject = Subject(step_fn, example_batch, optimizers, handles, declared)
     return CapturedStep(subject, *capture(subject, warmup=warmup, is_micro_batch=False))
-
-
-def capture(
-    subject: Subject, *, warmup: int, is_micro_batch: bool
-) -> tuple[torch.cuda.CUDAGraph | Tape, Any, HostState]:
-    """Warm up, check and capture, then undo what that changed: the graph, its outputs, the host's state before it."""
-    if warmup < 2:
-        raise ValueError(f"warmup must be at least 2, got {warmup}")
-    snapshot = Snapshot(subject.changing(), subject.device)
-    try:
-        with subject.side_stream():
-            subject.run()
-            with subject.captured(is_micro_batch=is_micro_batch):
-                for _ in range(warmup - 1):
-                    subject.run()
-                begin = subject.host_state()
-                tape = _check(subject, begin)
-                if subject.device.type == "cuda":
-                    graph, outputs = _capture_cuda(subject)
-                    return graph, outputs, begin
-                return tape, tape.outputs, begin
-    except BaseException:
-        # What the step has left half-done; where ranks are gone, this fails too, and the first error says more.
-        for handle in subject.handles:
-            with contextlib.suppress(RuntimeError):
-                handle.zero_grad()
-        raise
-    finally:
-        snapshot.restore(subject.changing())
-        subject.uploaded = []
-        for each in subject.optimizers:
-            if isinstance(each, DistributedOptimizer):
-                each.note_written_weights()
-
-
-class Subject:
-    """What is captured, and all that belongs to it. ``reset`` ends each run where the function itself does not."""
-
-    def __init__(
-        self,
-        step_fn: Callable[[Any], Any],
-        example_batch: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        handles: Sequence[MegabufHandle],
-        external: Mapping[str, Tensor],
-        reset: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.step_fn = step_fn
-        self.reset = reset
-        self.static = _clone(example_batch)
-        """The inputs that every replay reads."""
-        self.optimizers = list(optimizers)
-        self.handles = list(handles)
-        self.external = external
-        self.device = handles[0].buffers.token.device
-        self.uploaded: list[object] = []
-        """The learning rates that the device has."""
-        for each in self.optimizers:
-            if isinstance(each, DistributedOptimizer):
-                each.handle.buffers.capture.flags.make_lr(len(each.param_groups))
-
-    def run(self) -> None:
-        self.upload_lr()
-        self.step_fn(self.static)
-        self.reset()
-
-    def upload_lr(self) -> None:
-        """Bring the learning rates of the param groups into the table, as far as they have changed."""
-        pairs = [
-            (group["lr"], lr)
-            for each in self.optimizers
-            if isinstance(each, DistributedOptimizer)
-            for group, lr in zip(each.param_groups, each.handle.buffers.capture.flags.lr)
-        ]
-        values: list[object] = [value for value, _ in pairs]
-        if any(isinstance(value, Tensor) for value in values) or values != self.uploaded:
-            for value, lr in pairs:
-                if isinstance(value, Tensor):
-                    lr.copy_(value)
-                else:
-                    lr.fill_(float(value))
-            self.uploaded = values
-
-    def statics(self) -> dict[str, Tensor]:
-        inputs = [leaf for leaf in _compat.tree_leaves(self.static) if isinstance(leaf, Tensor)]
-        return find_statics(self.optimizers, self.handles, self.external, inputs)
-
-    def changing(self) -> dict[str, Tensor]:
-        """What a run changes and the next one reads. Gradients are overwritten first."""
-        constant = ("grad_data", "main_grad", *(() if self.optimizers else ("parameter", "param_data")))
-        return {name: tensor for name, tensor in self.statics().items() if not name.startswith(constant)}
-
-    def host_state(self) -> HostState:
-        return host_state(self.optimizers, self.handles)
-
-    @contextlib.contextmanager
-    def captured(self, *, is_micro_batch: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for handle in self.handles:
-                stack.enter_context(handle.buffers.capture.active(is_micro_batch=is_micro_batch))
-            yield
-
-    @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """CUDA captures on a stream of its own, and everything that the step touches must have run there before."""
-        if self.device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        try:
-            with torch.cuda.stream(stream):
-                for handle in self.handles:
-                    handle.renew_hooks()
-                yield
-        finally:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-        for handle in self.handles:
-            handle.renew_hooks()
-
-
-def _check(subject: Subject, begin: HostState) -> Tape:
-    """Record the step twice and raise CaptureError for all that is wrong with it; the second recording."""
-    compiled = compiles_of(subject.handles)
-    tapes = []
-    for _ in range(2):
-        tape = Tape(subject.statics, keeps=subject.device.type != "cuda")
-        subject.upload_lr()
-        with tape:
-            outputs = subject.step_fn(subject.static)
-        tape.outputs = _detach(outputs)
-        subject.reset()
-        tapes.append(tape)
-    first, second = tapes
-    problems = [f"the step does not end as it began, {line}" for line in changes(begin, subject.host_state())]
-    problems += [str(violation) for violation in second.violations]
-    difference = diff(first, second)
-    if difference is not None and not problems:
-        problems.append(f"two runs of the step differ: {difference}. A replay would repeat the first")
-    if compiles_of(subject.handles) != compiled:
-        problems.append("something was compiled in the last steps; raise `warmup`")
-    unique = _of_all_ranks(list(dict.fromkeys(problems)), subject.handles)
-    if unique:
-        rest = f"\n* and {len(unique) - MAX_SHOWN} more" if len(unique) > MAX_SHOWN else ""
-        raise CaptureError("this step cannot be captured:\n* " + "\n* ".join(unique[:MAX_SHOWN]) + rest)
-    return second
-
-
-def _of_all_ranks(problems: list[str], handles: Sequence[MegabufHandle]) -> list[str]:
-    """This rank's problems, or else those of others: either every rank captures, or none does."""
-    for handle in handles:
-        answers = handle.buffers.comm.all_gather_object(problems)
-        others = [f"rank {r}: {p}" for r, answer in enumerate(answers) if isinstance(answer, list) for p in answer]
-        problems = problems or others
-    return problems
-
-
-def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(subject.device)
-    # Other threads may call CUDA meanwhile, as NCCL's watchdog does.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(subject.device), capture_error_mode="thread_local"):
-        outputs = subject.step_fn(subject.static)
-    subject.reset()
-    return graph, _detach(outputs)
 
 
 class Captured:
@@ -255,6 +77,7 @@ class Captured:
         self._outputs = outputs
         self._begin = begin
         self._memory = [(name, tensor, tensor.data_ptr()) for name, tensor in subject.statics().items()]
+        self._members = [member for handle in subject.handles for member in _members_of(handle.model)]
         self._epochs = [handle.buffers.capture.epoch for handle in subject.handles]
         for handle in subject.handles:
             handle.buffers.capture.add(self)
@@ -264,6 +87,14 @@ class Captured:
         self.graph.reset()
         self._outputs = None
         self._memory.clear()
+        self._members.clear()
+
+    def _check_model(self) -> None:
+        for handle in self._subject.handles:
+            handle.check_module_hooks()
+        for module, name, path, tensor in self._members:
+            if getattr(module, name, None) is not tensor:
+                self._refuse(f"'{path}' is another tensor than when it was captured")
 
     def _check_memory(self) -> None:
         for handle, epoch in zip(self._subject.handles, self._epochs):
@@ -305,7 +136,7 @@ class Captured:
             found = changes(before, self._subject.host_state())
             if found:
                 raise CaptureError(f"a replay changed the state of the host: {found[0]}")
-        return _clone(self._outputs)
+        return clone_tensors(self._outputs)
 
 
 class CapturedStep(Captured):
@@ -325,6 +156,7 @@ class CapturedStep(Captured):
         """
         subject = self._subject
         self._check_memory()
+        self._check_model()
         for handle, gathers in zip(subject.handles, self._gathers):
             if _gathers_of(handle) != gathers:
                 # Somebody has gathered parameters by hand; the step gathers them again.
@@ -355,13 +187,13 @@ class CapturedStep(Captured):
             handle.buffers.report(has_findings=True)
 
 
-def _detach(values: Any) -> Any:
-    # An output with a graph behind it would keep the nodes that accumulate gradients on the stream of the capture.
-    return _compat.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
-
-
-def _clone(values: Any) -> Any:
-    return _compat.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, values)
+def _members_of(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
+    """Parameters and buffers: the module that holds each, its name there and in the model."""
+    return [
+        (module, name, f"{path}.{name}".removeprefix("."), tensor)
+        for path, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
 
 
 def _gathers_of(handle: MegabufHandle) -> list[Any]:

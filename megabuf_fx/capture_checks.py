@@ -9,7 +9,7 @@ is that state, by name, and ``changes`` says where two of them differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ _REMEDIES = {
     "no_sync": "leave `with buf.no_sync()` inside the step",
     "optimizer state of": "it must keep its tensors",
 }
+
+
+class Identity(NamedTuple):
+    """Which tensor it is, not what it holds."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return "a tensor"
 
 
 HostState = dict[tuple[str, str, str], object]
@@ -50,6 +59,10 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
         state["forwards without backward", "", mark] = buffers.state.outstanding
         state["no_sync", "", mark] = (buffers.no_sync_depth, buffers.state.is_unsynced)
         state["training mode", "", mark] = handle.model.training
+        modules = handle.model.named_modules()
+        state["modules in eval mode", "", mark] = [name for name, module in modules if not module.training]
+        names = [spec.name for spec, param in zip(buffers.plan.params, buffers.params) if not param.requires_grad]
+        state["frozen parameters", "", mark] = names
         state["force_all_reduce", "", mark] = handle.force_all_reduce
     for number, optimizer in enumerate(optimizers):
         mark = f" (optimizer {number})" if len(optimizers) > 1 else ""
@@ -62,10 +75,10 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
                     continue
                 value = options[key]
                 label = f"[{index}]['{key}']"
-                state["param_groups", label, mark] = id(value) if isinstance(value, Tensor) else repr(value)
+                state["param_groups", label, mark] = Identity(id(value)) if isinstance(value, Tensor) else repr(value)
         for name, entries in optimizer_state(optimizer):
             # By identity: who loads a state makes new tensors.
-            state["optimizer state of ", name, mark] = {key: id(value) for key, value in entries.items()}
+            state["optimizer state of ", name, mark] = {key: Identity(id(value)) for key, value in entries.items()}
     return state
 
 
@@ -83,10 +96,13 @@ def changes(before: HostState, after: HostState) -> list[str]:
     for label in [*before, *(label for label in after if label not in before)]:
         if before.get(label) != after.get(label):
             line = "".join(label)
+            values = [state.get(label, "not there") for state in (before, after)]
             if label[0] == "optimizer state of ":
                 line += " was made, loaded or replaced"
+            elif all(isinstance(value, Identity) for value in values):
+                line += " is another tensor"
             else:
-                line += f" was {before.get(label, 'not there')} and is {after.get(label, 'not there')}"
+                line += f" was {values[0]} and is {values[1]}"
             remedy = next((text for start, text in _REMEDIES.items() if label[0].startswith(start)), "")
             lines.append(f"{line}: {remedy}" if remedy else line)
     return lines
@@ -106,6 +122,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[st
         (f"parameter {index}", dict(optimizer.state[param]))
         for index, param in enumerate(params_in_order)
         if param in optimizer.state
+    ]
+
+
+def held_gradients(handles: Sequence[MegabufHandle]) -> list[str]:
+    """Names of parameters that have a gradient which the next backward would add to."""
+    return [
+        spec.name
+        for handle in handles
+        for spec, param, is_written in zip(
+            handle.buffers.plan.params, handle.buffers.params, handle.buffers.state.written
+        )
+        # Where .grad is published, resetting it is all that an optimizer of torch does.
+        if param.grad is not None or (is_written and not handle.buffers.publishes_grad)
     ]
 
 
@@ -130,7 +159,8 @@ def find_statics(
             statics.update({f"{key} of {name}{mark}": v for key, v in entries.items() if isinstance(v, Tensor)})
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                if isinstance(value, Tensor):
+                # Not what others keep in the groups: a scheduler may come after the capture.
+                if key in optimizer.defaults and isinstance(value, Tensor):
                     statics[f"param_groups[{index}]['{key}']{mark}"] = value
     statics.update({f"input {index}": tensor for index, tensor in enumerate(inputs)})
     statics.update(external)

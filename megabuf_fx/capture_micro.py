@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megabuf_fx.capture import Captured, Subject, capture
+from megabuf_fx.capture import Captured
 from megabuf_fx.capture_checks import HostState
+from megabuf_fx.capture_subject import Subject, capture
 from megabuf_fx.handle import handle
 
 
@@ -34,6 +35,7 @@ class CapturedMicroBatch(Captured):
             RuntimeError: gradients of this step were reduced already.
         """
         self._check_memory()
+        self._check_model()
         (owner,) = self._subject.handles
         owner.buffers.before_replay(self._writes)
         self._check_host_state(ignoring=("gradients in", "no_sync"))

@@ -106,7 +106,7 @@ class MegabufHandle:
                 or Inf was found (``check_for_nan_in_grad``); gradients were reduce-scattered with ``force_all_reduce``.
         """
         self._check_usable()
-        self._check_module_hooks()
+        self.check_module_hooks()
         self.buffers.finish_grad_sync(force_all_reduce=force_all_reduce)
         if self.buffers.publishes_grad:
             self._publish_grads()
@@ -251,7 +251,7 @@ class MegabufHandle:
     def _end_backward(self) -> None:
         if self.buffers.no_sync_depth:
             return
-        self._check_module_hooks()
+        self.check_module_hooks()
         self.buffers.finish_grad_sync()
         self._publish_grads()
 
@@ -263,7 +263,8 @@ class MegabufHandle:
             entries[:] = [entry for entry in entries if id(entry[0]) not in renewed]
         self._watched[graph] = [(module, _compat.module_hook_ids(module)) for module in modules]
 
-    def _check_module_hooks(self) -> None:
+    def check_module_hooks(self) -> None:
+        """Raise when hooks of a compiled module have changed."""
         # torch.compile does not look at hooks again, so one that was added later would silently not run.
         for module, known in itertools.chain.from_iterable(self._watched.values()):
             if _compat.module_hook_ids(module) != known:

@@ -36,6 +36,10 @@ Statics = Callable[[], Mapping[str, Tensor]]
 _OWN_CODE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 _HOST_READS = ("tolist", "numpy", "cpu", "_to_dlpack")
 """Methods that read a tensor's values, or move them to the host, without an op that says so."""
+_SETS_SEED = ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state")
+"""Methods of generators. A replay draws on from where the last one ended."""
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Ops of aten that allocate and write nothing: nothing is left to replay."""
 _MOVES = ("aten::resize_", "aten::set_", "aten::set_data")
 _MASKED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
 _STARTS = (start_reduction_, start_gather_)
@@ -130,7 +134,7 @@ class Tape(_compat.RecordingMode):
         kwargs = kwargs or {}
         if func in HOST_OPS:
             return self._run_host_op(func, args)
-        if self._graph is not None or func.namespace == "profiler":
+        if self._graph is not None or func.namespace == "profiler" or _compat.wraps_async_value(func):
             return func(*args, **kwargs)
         if not _compat.is_op(func):
             # A higher-order operator, such as the one that keeps the state of a random generator for recomputation.
@@ -146,7 +150,8 @@ class Tape(_compat.RecordingMode):
         if func.namespace == "_c10d_functional" and fresh:
             self._unwaited.update(_compat.storage_key(tensor) for _, tensor in fresh)
         self._write(str(func), (args, kwargs), outputs)
-        if self._keeps and (fresh or _is_mutable(func)):
+        is_unwritten = func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _UNWRITTEN
+        if self._keeps and not is_unwritten and (fresh or _is_mutable(func)):
             self._target.append(Entry(func, args, kwargs, fresh))
         return results
 
@@ -269,7 +274,16 @@ class Tape(_compat.RecordingMode):
 
     def _watch_calls(self, frame: FrameType, event: str, arg: Any) -> None:
         name = getattr(arg, "__name__", None)
-        if event != "c_call" or name not in _HOST_READS:
+        if event == "call" and self._graph is None:
+            if _compat.prints_tensor(frame.f_code):
+                self.violate("host read", "a tensor is printed")
+            elif _compat.is_inductor_code(frame.f_code):
+                self.violate("unseen graph", "torch.compile with another backend; compile it with backend='megabuf'")
+        if event != "c_call":
+            return
+        if self._graph is None and name in _SETS_SEED and isinstance(getattr(arg, "__self__", None), torch.Generator):
+            self.violate("random numbers", f"Generator.{name}() in the step, which a replay does not repeat")
+        if name not in _HOST_READS:
             return
         # _to_dlpack is a function, the others are methods.
         if name == "_to_dlpack" or isinstance(getattr(arg, "__self__", None), Tensor):
@@ -315,7 +329,8 @@ class Tape(_compat.RecordingMode):
         if not self._keeps:
             raise TapeError("this tape was made to check a step, not to replay it (keeps=False)")
         self.poison()
-        with torch.no_grad():
+        # Recorded ops have been cast already.
+        with torch.no_grad(), _compat.without_autocast():
             for entry in self.entries:
                 if not entry.is_graph:
                     _play([entry])
@@ -371,6 +386,9 @@ def _play(entries: Sequence[Entry]) -> None:
 
 def _copy_back(entry: Entry, results: Any) -> None:
     outputs = _tensors(results)
+    if getattr(entry.function, "namespace", "") == "_c10d_functional":
+        # The wait that was recorded knows the recorded tensor, not this one.
+        outputs = [torch.ops._c10d_functional.wait_tensor(output) for output in outputs]
     for index, tensor in entry.fresh:
         if outputs[index].shape != tensor.shape:
             raise TapeError(

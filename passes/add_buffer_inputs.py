@@ -84,7 +84,9 @@ def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: 
     nodes: dict[tuple[str, int, int], Node] = {}
     for extra in extras:
         with graph.inserting_after(anchor):
-            name = _NAMES.get(extra.kind, f"{extra.kind}_{extra.index}")
+            # A graph can span several models, and its inputs must have different names.
+            mark = "" if extra.handle == extras[0].handle else f"model{extra.handle}_"
+            name = _NAMES.get(extra.kind, f"{extra.kind}_{mark}{extra.index}")
             anchor = graph.placeholder(name)
         with fake_mode:
             anchor.meta["val"] = torch.empty_strided(extra.shape, extra.stride, dtype=extra.dtype, device=extra.device)

@@ -298,6 +298,31 @@ def test_bad_options(options: dict[str, Any], match: str) -> None:
         torch.compile(nn.Linear(3, 3), backend="megabuf", options=options)(torch.ones(1, 3))
 
 
+def test_one_graph_of_two_models() -> None:
+    """A generator and a discriminator in one compiled loss, say."""
+    models = [seeded(Mlp), seeded(Mlp, 1)]
+    plain = [twin(model) for model in models]
+
+    def loss(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = first(x).square().mean() + second(2 * x).square().mean()
+        return result
+
+    for model in models:
+        mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=300))
+    both = torch.compile(loss, backend="megabuf")
+    optimizers = [mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=LR) for model in models]
+    others = [torch.optim.AdamW(model.parameters(), lr=LR) for model in plain]
+    for step in range(4):
+        x = batch(step, 0, 0, 8, 13)
+        both(models[0], models[1], x).backward()
+        loss(plain[0], plain[1], x).backward()
+        for optimizer in (*optimizers, *others):
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, other in zip(models, plain):
+        assert max_difference(params_of(model), params_of(other)) == 0.0
+
+
 def test_options_that_differ_from_the_attached_config_are_refused() -> None:
     model = nn.Linear(3, 3)
     mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager"))

@@ -21,7 +21,7 @@ from helpers import fresh_compiler
 from torch import Tensor
 
 import megabuf_fx as mb
-from megabuf_fx.capture import Subject
+from megabuf_fx.capture_subject import Subject
 from megabuf_fx.runs import Run
 from megabuf_fx.runtime.collectives import ProcessGroupComm
 from megabuf_fx.runtime.model_buffers import ModelBuffers
