@@ -164,6 +164,7 @@ class Buffers:
             for spec, (buffer, slot) in zip(traced.specs, self.bucket_plan.locations)
         ]
         self.token = torch.zeros(1)
+        self.flag = torch.zeros((), dtype=torch.int32)
         self.calls: list[tuple[str, int]] = []
         self.sent: dict[int, list[Tensor]] = {}
         self.handle = register_target(self)
@@ -205,13 +206,14 @@ class Buffers:
     def wait_param_sync(self, group: int) -> None:
         self.calls.append(("wait_param_sync", group))
 
-    def extras(self, *, with_token: bool = True) -> tuple[ExtraInput, ...]:
+    def extras(self, *, with_token: bool = True, with_flag: bool = False) -> tuple[ExtraInput, ...]:
         """What a backward that writes all gradients needs."""
         return extra_inputs(
             list(self.gradients.values()),
             buffer_numels={(self.handle, index): data.numel() for index, data in enumerate(self.grad_data)},
             device=self.token.device,
             with_token=with_token,
+            with_flag=with_flag,
         )
 
     @property
@@ -248,8 +250,8 @@ class Buffers:
             assert data[is_padding].isnan().all()
 
     def _tensor(self, extra: ExtraInput) -> Tensor:
-        if extra.kind == "token":
-            return self.token
+        if extra.kind in ("token", "flag"):
+            return self.token if extra.kind == "token" else self.flag
         return self.grad_data[extra.index] if extra.kind == "grad_data" else self.main_grads[extra.index]
 
 

@@ -48,11 +48,12 @@ class Offsets(nn.Module):
         return x + self.whole + self.same + self.row
 
 
-def rewrite(buffers: Buffers, *, accumulate: bool) -> GraphModule:
+def rewrite(buffers: Buffers, *, accumulate: bool | None) -> GraphModule:
     gradients = buffers.gradients
+    extras = buffers.extras(with_token=False, with_flag=accumulate is None)
     return apply(
         buffers.traced.backward,
-        partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
+        partial(add_buffer_inputs, extras=extras, writes=list(gradients.values())),
         partial(write_main_grads, gradients=gradients, accumulate=accumulate),
     )
 
@@ -236,6 +237,46 @@ def test_another_shape_is_refused() -> None:
             buffers.traced.backward,
             partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
             partial(write_main_grads, gradients=gradients, accumulate=False),
+        )
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("make", [lambda: seeded(Offsets), None], ids=["offsets", "mlp"])
+def test_one_graph_overwrites_or_accumulates_by_its_flag(
+    table: str, make: Callable[[], nn.Module] | None, dense: bool
+) -> None:
+    traced = traced_mlp(table) if make is None else trace(make(), batch(0, 0, 0, 4, 6), table=table)
+    buffers = Buffers(traced, dense=dense)
+    gm = rewrite(buffers, accumulate=None)
+    assert not any(node.target is accumulate_wgrad_ for node in gm.graph.nodes)
+    extras = buffers.extras(with_token=False, with_flag=True)
+    assert [extra.kind for extra in extras].count("flag") == 1
+    params = [param.param for param in buffers.gradients.values()]
+    expected = [traced.reference(param) for param in params]
+    # NaN selects as well as any number: a flag that multiplied would let it through.
+    buffers.poison()
+    buffers.run_backward(gm, extras)
+    assert all(torch.equal(buffers.main_grads[param], grad) for param, grad in zip(params, expected))
+    buffers.assert_padding_is_untouched()
+    earlier = buffers.randomize()
+    buffers.flag.fill_(1)
+    buffers.run_backward(gm, extras)
+    for param, grad in zip(params, expected):
+        assert torch.equal(buffers.main_grads[param], earlier[param] + grad)
+    buffers.flag.fill_(0)
+    buffers.run_backward(gm, extras)
+    assert all(torch.equal(buffers.main_grads[param], grad) for param, grad in zip(params, expected))
+
+
+def test_a_missing_flag_is_refused() -> None:
+    buffers = Buffers(traced_mlp("none"))
+    gradients = buffers.gradients
+    with pytest.raises(PassError, match="a flag that is not among the graph's inputs"):
+        apply(
+            buffers.traced.backward,
+            partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
+            partial(write_main_grads, gradients=gradients, accumulate=None),
         )
 
 

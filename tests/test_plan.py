@@ -309,4 +309,5 @@ def test_names_of_roles() -> None:
     assert Role("overwrite", ((0, 0),)).name == "overwrite_sync"
     assert Role("accumulate").name == "accumulate_local"
     assert Role("accumulate", ((0, 0),)).name == "accumulate_sync"
+    assert Role("flagged").name == "flagged_local"
     assert len({Role("overwrite"), Role("overwrite", ()), Role("accumulate")}) == 2

@@ -83,6 +83,26 @@ def test_first_backward_of_a_step_overwrites_and_launches_everything() -> None:
     assert case.buffers.state.written == [False] * 3, "choosing is not writing"
 
 
+def test_a_captured_micro_batch_overwrites_or_accumulates_by_the_flag() -> None:
+    case = Case()
+    flag = case.buffers.capture.flags.accumulate
+    with case.handle.no_sync(), case.buffers.capture.active(is_micro_batch=True):
+        assert case.role() == Role("flagged")
+        case.buffers.mark_graph_write(1)
+        # Written in this micro-batch by another graph: the others are zeroed, unless an earlier micro-batch has
+        # written them.
+        assert case.role() == Role("accumulate")
+        assert case.zeroed() == [True, False, True]
+        for main_grad in case.buffers.main_grads:
+            main_grad.fill_(5.0)
+        case.buffers.state.written[0] = False
+        flag.fill_(1)
+        assert case.role() == Role("accumulate")
+        assert all((main_grad == 5).all() for main_grad in case.buffers.main_grads)
+    case.handle.zero_grad()
+    assert case.role() == Role("overwrite", case.keys(0, 1, 2))
+
+
 def test_second_micro_batch_accumulates() -> None:
     case = Case()
     with case.handle.no_sync():
