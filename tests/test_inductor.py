@@ -80,7 +80,7 @@ def test_launches_stand_directly_after_the_last_write(gpt: Compiled) -> None:
     launches = [i for i, line in enumerate(lines) if "megabuf.start_grad_sync" in line]
     assert len(launches) == len(gpt.plan.groups) > 3
     for group, position in enumerate(launches):
-        assert re.search(rf"megabuf_token, 0, {group}\)", lines[position])
+        assert re.search(rf"megabuf_token, \d+, {group}\)", lines[position])
         sent = set(re.findall(r"main_grad_\d+", lines[position]))
         assert {param_index(name) for name in sent} == set(gpt.plan.groups[group].params)
         writes = [i for i, line in enumerate(lines) if i != position and sent & set(re.findall(r"main_grad_\d+", line))]

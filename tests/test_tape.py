@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tape_loop import Finding, Loop, Step, examine, is_equal
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megabuf_fx.tape import Tape, TapeError
@@ -252,18 +252,18 @@ def test_a_replay_writes_the_outputs_of_the_recording() -> None:
 def test_without_keeping_no_memory_is_held(keeps: bool) -> None:
     loop = Loop()
     loop.begin(0)
-    alive: list[weakref.ref[Tensor]] = []
+    alive: list[StorageWeakRef] = []
 
     def step() -> None:
         made = [loop.gradient(), loop.x.cos()]
         made.append(made[0] * 2)
-        alive.extend(weakref.ref(tensor) for tensor in made)
+        alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in made)
 
     tape = Tape(loop.statics, keeps=keeps)
     with tape:
         step()
     gc.collect()
-    assert [reference() is not None for reference in alive] == [keeps] * 3
+    assert [not reference.expired() for reference in alive] == [keeps] * 3
     # What is wrong and what was done are known all the same.
     assert len(tape.journal) > 10
     assert tape.violations == []
