@@ -22,6 +22,7 @@ from megabuf_fx.runtime.bucket_groups import ParamPhase
 _REMEDIES = {
     "gradients in": "end the step with zero_grad()",
     "reduction of": "end the step with zero_grad()",
+    "gather of": "wait for gathers that the step starts (buf.sync_params())",
     "forwards without backward": "run every backward inside the step, or the forward under torch.no_grad()",
     "param_groups": "change hyper-parameters between replays (lr), or capture again (all others)",
     "no_sync": "leave `with buf.no_sync()` inside the step",

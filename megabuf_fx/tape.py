@@ -299,8 +299,11 @@ class Tape(_compat.RecordingMode):
 
     def _finish(self) -> None:
         for kind, _, group in self._in_flight:
-            what = ("gradient reduction", "parameter gather")[kind]
-            self.violate("collective", f"the {what} of bucket group {group} is not waited for in the step")
+            what, call = (("gradient reduction", "finish_grad_sync"), ("parameter gather", "sync_params"))[kind]
+            self.violate(
+                "collective",
+                f"the {what} of bucket group {group} is not waited for in the step; call buf.{call}() at its end",
+            )
         for tensor in self._external.values():
             self.violate("undeclared memory", f"the step uses a {_shown(tensor)} that is not declared")
         after = {name: _address(tensor) for name, tensor in self._find_statics().items()}
