@@ -159,8 +159,9 @@ def test_reductions_that_nobody_waits_for(compiled: bool, options: dict[str, Any
         call(x).square().mean().backward()
         buf.start_grad_sync()
     groups = range(len(buf.plan.groups))
+    remedy = "is not waited for in the step; call buf.finish_grad_sync() at its end"
     assert sorted(violation.message for violation in tape.violations) == [
-        f"the gradient reduction of bucket group {group} is not waited for in the step" for group in groups
+        f"the gradient reduction of bucket group {group} {remedy}" for group in groups
     ]
     buf.finish_grad_sync()
 
@@ -208,7 +209,7 @@ def test_uses_of_parameters_in_flight(compiled: bool) -> None:
     with tape:
         buf.start_param_sync()
     assert {violation.message for violation in tape.violations} == {
-        f"the parameter gather of bucket group {group} is not waited for in the step"
+        f"the parameter gather of bucket group {group} is not waited for in the step; call buf.sync_params() at its end"
         for group in range(len(buf.plan.groups))
     }
     buf.sync_params()
