@@ -159,14 +159,14 @@ def _check(subject: Subject, begin: HostState) -> Tape:
     """Record the step twice and raise CaptureError for all that is wrong with it; the second recording."""
     compiled = compiles_of(subject.handles)
     rates = subject.python_lrs()
-    first, second = _record(subject), _record(subject)
+    (first, _), (second, end) = _record(subject), _record(subject)
     problems = [
         f"the step leaves gradients in '{name}' for the next one: end the step with zero_grad()"
         for name in held_gradients(subject.handles)
     ]
     if subject.python_lrs() != rates:
         problems.append("the step changes its learning rate; step schedulers between replays")
-    problems += [f"the step does not end as it began, {line}" for line in changes(begin, subject.host_state())]
+    problems += [f"the step does not end as it began, {line}" for line in changes(begin, end)]
     problems += [str(violation) for tape in (first, second) for violation in tape.violations]
     difference = diff(first, second)
     if difference is not None and not problems:
@@ -180,14 +180,17 @@ def _check(subject: Subject, begin: HostState) -> Tape:
     return second
 
 
-def _record(subject: Subject) -> Tape:
+def _record(subject: Subject) -> tuple[Tape, HostState]:
+    """One run, and the state of the host after it."""
     tape = Tape(subject.statics, keeps=subject.device.type != "cuda")
     subject.upload_lr()
     with tape:
         outputs = subject.step_fn(subject.static)
-    tape.outputs = detach_tensors(outputs)
     subject.reset()
-    return tape
+    # With the outputs at hand: one whose backward is still to come keeps its forward open.
+    end = subject.host_state()
+    tape.outputs = detach_tensors(outputs)
+    return tape, end
 
 
 def _numbers(outputs: Any) -> list[str]:
