@@ -19,7 +19,8 @@ from megabuf_fx.handle import MegabufHandle, live_handles
 from megabuf_fx.runtime.collectives import Comm
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
-from megabuf_fx.runtime.model_buffers import ModelBuffers, RuntimeOptions
+from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
 from megabuf_fx.runtime.transports import CommPair, Communicators, make_comm_pair
 

@@ -144,7 +144,7 @@ class CapturedStep(Captured):
 
     def __init__(self, subject: Subject, graph: torch.cuda.CUDAGraph | Tape, outputs: Any, begin: HostState) -> None:
         super().__init__(subject, graph, outputs, begin)
-        self._gathers = [_gathers_of(handle) for handle in subject.handles]
+        self._gathers = [handle.buffers.gather_phases for handle in subject.handles]
 
     def __call__(self, batch: Any) -> Any:
         """Copy ``batch`` into the static inputs, replay, and return copies of what the step returned.
@@ -158,10 +158,10 @@ class CapturedStep(Captured):
         self._check_memory()
         self._check_model()
         for handle, gathers in zip(subject.handles, self._gathers):
-            if _gathers_of(handle) != gathers:
+            if handle.buffers.gather_phases != gathers:
                 # Somebody has gathered parameters by hand; the step gathers them again.
                 handle.sync_params()
-                handle.buffers.set_gathers(gathers)
+                handle.buffers.gather_phases = gathers
         self._check_host_state()
         for each in subject.optimizers:
             if isinstance(each, DistributedOptimizer):
@@ -194,11 +194,6 @@ def _members_of(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
         for path, module in model.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     ]
-
-
-def _gathers_of(handle: MegabufHandle) -> list[Any]:
-    gatherer = handle.buffers.gatherer
-    return list(gatherer.phases) if gatherer is not None else []
 
 
 def _handles_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[MegabufHandle]:

@@ -8,7 +8,7 @@ is that state, by name, and ``changes`` says where two of them differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 import megabuf_fx._compat as _compat
 from megabuf_fx.handle import MegabufHandle
 from megabuf_fx.optimizer import DistributedOptimizer
-from megabuf_fx.runtime.bucket_groups import ParamPhase
 
 _REMEDIES = {
     "gradients in": "end the step with zero_grad()",
@@ -52,16 +51,15 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
     for number, handle in enumerate(handles):
         mark = f" (model {number})" if len(handles) > 1 else ""
         buffers = handle.buffers
-        for group, (reduction, gather) in enumerate(_phases(handle)):
-            state["reduction of bucket group ", str(group), mark] = reduction
-            state["gather of bucket group ", str(group), mark] = gather
+        for group, (reduction, gather) in enumerate(zip(buffers.reducer.phases, buffers.gather_phases)):
+            state["reduction of bucket group ", str(group), mark] = reduction.value
+            state["gather of bucket group ", str(group), mark] = gather.value
         for spec, param, is_written in zip(buffers.plan.params, buffers.params, buffers.state.written):
             state["gradients in ", spec.name, mark] = (is_written, param.grad is not None)
         state["forwards without backward", "", mark] = buffers.state.outstanding
         state["no_sync", "", mark] = (buffers.no_sync_depth, buffers.state.is_unsynced)
-        state["training mode", "", mark] = handle.model.training
         modules = handle.model.named_modules()
-        state["modules in eval mode", "", mark] = [name for name, module in modules if not module.training]
+        state["modules in eval mode", "", mark] = [name or "the model" for name, m in modules if not m.training]
         names = [spec.name for spec, param in zip(buffers.plan.params, buffers.params) if not param.requires_grad]
         state["frozen parameters", "", mark] = names
         state["force_all_reduce", "", mark] = handle.force_all_reduce
@@ -81,12 +79,6 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
             # By identity: who loads a state makes new tensors.
             state["optimizer state of ", name, mark] = {key: Identity(id(value)) for key, value in entries.items()}
     return state
-
-
-def _phases(handle: MegabufHandle) -> Iterable[tuple[str, str]]:
-    gatherer = handle.buffers.gatherer
-    gathers = gatherer.phases if gatherer is not None else [ParamPhase.CURRENT] * len(handle.plan.groups)
-    return [(grad.value, param.value) for grad, param in zip(handle.buffers.reducer.phases, gathers)]
 
 
 def changes(before: HostState, after: HostState) -> list[str]:

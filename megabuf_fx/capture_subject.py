@@ -21,7 +21,7 @@ from megabuf_fx.capture_checks import (
 )
 from megabuf_fx.handle import MegabufHandle
 from megabuf_fx.optimizer import DistributedOptimizer
-from megabuf_fx.tape import Tape, diff
+from megabuf_fx.tape import Tape, detach_tensors, diff
 
 MAX_SHOWN = 10
 """Problems that one error lists."""
@@ -216,12 +216,8 @@ def _capture_cuda(subject: Subject) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(subject.device), capture_error_mode="thread_local"):
         outputs = subject.step_fn(subject.static)
     subject.reset()
+    # A graph behind an output would keep the nodes that accumulate gradients on the stream of the capture.
     return graph, detach_tensors(outputs)
-
-
-def detach_tensors(values: Any) -> Any:
-    # An output with a graph behind it would keep the nodes that accumulate gradients on the stream of the capture.
-    return _compat.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
 
 
 def clone_tensors(values: Any) -> Any:

@@ -26,6 +26,7 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
 from megabuf_fx.runtime.flags import StepFlags
+from megabuf_fx.runtime.leaf_nodes import renew_leaf_nodes
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import BucketPlan
@@ -214,7 +215,7 @@ class MegabufHandle:
         for hook in self._accumulate_hooks:
             hook.remove()
         try:
-            self.buffers.renew_accumulate_nodes()
+            renew_leaf_nodes(self.buffers.accumulate_nodes, self.buffers.params)
         finally:
             self._add_accumulate_hooks()
 

@@ -50,17 +50,17 @@ def backward_passes(
     if role.write is None or not gradients:
         return []
     writes = tuple(gradients.values())
-    accumulate = {"overwrite": False, "accumulate": True, "flagged": None}[role.write]
     steps: list[Step] = [
         (add_buffer_inputs.PASS, partial(add_buffer_inputs.add_buffer_inputs, extras=extras, writes=writes))
     ]
-    if fuse and accumulate is not None:
+    if fuse and role.write != "flagged":
+        accumulate = role.write == "accumulate"
         steps.append((fuse_wgrad.PASS, partial(fuse_wgrad.fuse_wgrad, gradients=gradients, accumulate=accumulate)))
     return [
         *steps,
         (
             write_main_grads.PASS,
-            partial(write_main_grads.write_main_grads, gradients=gradients, accumulate=accumulate),
+            partial(write_main_grads.write_main_grads, gradients=gradients, write=role.write),
         ),
         (insert_grad_sync.PASS, partial(insert_grad_sync.insert_grad_sync, launches=role.launches)),
         (verify.BACKWARD, partial(verify.verify_backward, gradients=gradients, launches=role.launches)),

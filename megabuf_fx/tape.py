@@ -152,7 +152,7 @@ class Tape(_compat.RecordingMode):
         self._write(str(func), (args, kwargs), outputs)
         is_unwritten = func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _UNWRITTEN
         if self._keeps and not is_unwritten and (fresh or _is_mutable(func)):
-            self._target.append(Entry(func, *_without_history((args, kwargs, fresh))))
+            self._target.append(Entry(func, *detach_tensors((args, kwargs, fresh))))
         return results
 
     def record_graph(self, name: str, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -170,8 +170,8 @@ class Tape(_compat.RecordingMode):
         outputs = _tensors(results)
         with _compat.real_tensors():
             # Called around a graph and not from an op, so this mode still sees what is done here.
-            entry.fresh = _without_history(self._keep_fresh(inputs, outputs))
-            entry.args = _without_history(kept)
+            entry.fresh = detach_tensors(self._keep_fresh(inputs, outputs))
+            entry.args = detach_tensors(kept)
         self._write(name, kept, outputs)
         if self._keeps:
             self._target.append(entry)
@@ -260,7 +260,7 @@ class Tape(_compat.RecordingMode):
         fresh = [(i, tensor) for i, tensor in enumerate(outputs) if _compat.storage_key(tensor) not in known]
         for _, tensor in fresh:
             key = _compat.storage_key(tensor)
-            self._internal[key] = _without_history(tensor) if self._keeps else _compat.weak_storage(tensor)
+            self._internal[key] = detach_tensors(tensor) if self._keeps else _compat.weak_storage(tensor)
         return fresh
 
     def _write(self, name: str, inputs: Any, outputs: Sequence[Tensor]) -> None:
@@ -410,8 +410,8 @@ def _is_mutable(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
-def _without_history(values: Any) -> Any:
-    """The same memory without the autograd graph, which would stay alive with all that it has saved."""
+def detach_tensors(values: Any) -> Any:
+    """``values`` without the autograd graphs behind their tensors, which would stay alive with all they have saved."""
     return _compat.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)
 
 

@@ -30,17 +30,21 @@ from megabuf_fx.passes.graph_utils import (
     placeholders,
     set_outputs,
 )
-from megabuf_fx.runtime.plan import GraphParam
+from megabuf_fx.runtime.plan import GraphParam, Write
 
 
-def write_main_grads(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumulate: bool | None) -> GraphModule:
-    """``gradients`` maps output position to parameter; ``accumulate`` None leaves the choice to the graph's flag."""
+def write_main_grads(gm: GraphModule, *, gradients: Mapping[int, GraphParam], write: Write) -> GraphModule:
+    """``gradients`` maps output position to parameter; ``write`` is that of the graph's ``Role``."""
     graph = gm.graph
     values = outputs(graph)
     main_grads = main_grad_nodes(gm)
     last_input = max([*placeholders(graph), *main_grads.values()], key={n: i for i, n in enumerate(graph.nodes)}.get)  # type: ignore[arg-type]
-    flag = flag_node(gm) if accumulate is None else None
-    condition = _call_after(last_input, aten.ne.Scalar, (flag, 0), flag) if flag is not None else None
+    condition = None
+    if write == "flagged":
+        flag = flag_node(gm)
+        if flag is None:
+            raise PassError(PASS.name, "the choice is left to a flag that is not among the graph's inputs")
+        condition = _call_after(last_input, aten.ne.Scalar, (flag, 0), flag)
     for position, param in gradients.items():
         grad = values[position]
         if not isinstance(grad, Node):
@@ -53,16 +57,14 @@ def write_main_grads(gm: GraphModule, *, gradients: Mapping[int, GraphParam], ac
         # A gradient can be an input itself; nothing may stand between inputs.
         anchor = (condition or last_input) if grad.op == "placeholder" else grad
         value = grad
-        if accumulate is not False:
+        if write != "overwrite":
             value = anchor = _call_after(anchor, aten.add.Tensor, (main_grad, grad), grad)
-        if accumulate is None:
-            if condition is None:
-                raise PassError(PASS.name, "the choice is left to a flag that is not among the graph's inputs")
+        if condition is not None:
             value = anchor = _call_after(anchor, aten.where.self, (condition, value, grad), grad)
         with graph.inserting_after(anchor):
-            write = graph.call_function(aten.copy_.default, (main_grad, value))
-        write.meta["val"] = main_grad.meta["val"]
-        inherit_provenance(write, grad)
+            node = graph.call_function(aten.copy_.default, (main_grad, value))
+        node.meta["val"] = main_grad.meta["val"]
+        inherit_provenance(node, grad)
         values[position] = None
     set_outputs(graph, values)
     graph.eliminate_dead_code()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from megabuf_fx.runtime.flags import bind_main_grad, unbind_main_grad
 from megabuf_fx.runtime.layout import BufferLayout
+from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.shards import shard_bounds
 
 
@@ -87,3 +89,14 @@ class ParamGradBuffer:
             if param.grad is not None and param.grad.data_ptr() == self.main_grads[index].data_ptr():
                 param.grad = None
             unbind_main_grad(param)
+
+
+def find_promoted(plan: BucketPlan, patterns: Sequence[str]) -> set[int]:
+    """Parameters whose name matches a shell pattern (``all`` matches each) and whose buffer is not fp32 anyway."""
+    return {
+        index
+        for layout in plan.layouts
+        for index in layout.params
+        if layout.key.grad_dtype != torch.float32
+        and any(pattern == "all" or fnmatch.fnmatch(plan.params[index].name, pattern) for pattern in patterns)
+    }

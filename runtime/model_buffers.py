@@ -8,52 +8,27 @@ Slots that the step did not write are zeroed just before; nothing else is ever z
 
 from __future__ import annotations
 
-import fnmatch
-import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabuf_fx.runtime.bucket_groups import GradChannel, GradReducer, ParamGatherer, ParamPhase
-from megabuf_fx.runtime.buffers import ParamGradBuffer
+from megabuf_fx.runtime.bucket_groups import GradReducer, ParamGatherer, ParamPhase
+from megabuf_fx.runtime.buffers import ParamGradBuffer, find_promoted
 from megabuf_fx.runtime.capture_state import CaptureState
+from megabuf_fx.runtime.channels import make_channel
 from megabuf_fx.runtime.drift import DriftCheck
 from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
-from megabuf_fx.runtime.layout import BufferKey
+from megabuf_fx.runtime.leaf_nodes import leaf_nodes
 from megabuf_fx.runtime.ops import all_reduce_, register_target, unregister_target
+from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
-from megabuf_fx.runtime.scaling import grad_scaling
 from megabuf_fx.runtime.step_state import StepState
-from megabuf_fx.runtime.transports import Communicators, choose_reduce_scatter
-from megabuf_fx.runtime.usage import UsageExchange
-
-_OLD = "megabuf_fx old"
-"""Marks autograd nodes that are to be made anew."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuntimeOptions:
-    """What the running model needs of the user's config; fields as in ``MegabufConfig``."""
-
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    align_param_gather: bool
-    overlap_param_gather_with_optimizer_step: bool
-    param_gather_prefetch: int | None
-    find_unused_parameters: bool
-    average_in_collective: bool
-    calculate_per_token_loss: bool
-    reduce_scatter_with_fp32_accumulation: bool
-    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...]
-    check_for_nan_in_grad: bool
-    check_for_large_grads: bool
-    check_for_drift_every: int | None
-    debug_nan_stale_params: bool
+from megabuf_fx.runtime.transports import Communicators
+from megabuf_fx.runtime.usage import UsedParams
 
 
 class ModelBuffers:
@@ -73,7 +48,7 @@ class ModelBuffers:
         """Joins all ranks; everything but the collectives of expert buckets runs on it."""
         self.options = options
         device = params[0].device
-        promoted = _find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
+        promoted = find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
         self.buffers = [
             ParamGradBuffer(layout, params, device=device, sharded=plan.sharded, promoted=promoted)
             for layout in plan.layouts
@@ -84,7 +59,7 @@ class ModelBuffers:
         )
         """After the reduction ``.grad`` is ``main_grad``, so that any optimizer finds it."""
         self.token = torch.zeros(1, device=device)
-        channels = [self._channel(layout.key) for layout in plan.layouts]
+        channels = [make_channel(layout.key, comms, options) for layout in plan.layouts]
         self.reducer = GradReducer(plan, self.buffers, channels, handle=self.handle)
         self.gatherer = (
             ParamGatherer(
@@ -99,8 +74,7 @@ class ModelBuffers:
         )
         self.state = StepState(plan)
         self.capture = CaptureState(device)
-        self.accumulate_nodes: list[Any] = []
-        self.renew_accumulate_nodes()
+        self.accumulate_nodes = leaf_nodes(params)
         self.owner: Callable[[], object] = lambda: None
         """Weak reference to the user's handle."""
         self.boundaries: dict[int, Any] = {}
@@ -123,7 +97,7 @@ class ModelBuffers:
         self._is_finished = False
         """Everything of this step is reduced; nothing can be added before the next reset."""
         self._untouched_id = -1
-        self._usage = self._usage_exchanges(device) if options.find_unused_parameters else []
+        self._usage = UsedParams(plan, comms, device) if options.find_unused_parameters else None
         checks = options.check_for_nan_in_grad or options.check_for_large_grads
         self.checks = (
             GradChecks(
@@ -145,50 +119,6 @@ class ModelBuffers:
         self._writer: torch.cuda.Stream | None = None
         """The stream on which a graph wrote last."""
         self._late = LateGradients(self.reducer, self.comm, self.main_grads)
-
-    def renew_accumulate_nodes(self) -> None:
-        """Make the autograd nodes of the parameters anew, on the current stream.
-
-        Raises:
-            RuntimeError: somebody holds on to the old nodes.
-        """
-        while self.accumulate_nodes:
-            self.accumulate_nodes.pop().metadata[_OLD] = True
-        gc.collect()
-        # Held, because autograd keeps the node of a leaf only while somebody does.
-        self.accumulate_nodes.extend(torch.autograd.graph.get_gradient_edge(param).node for param in self.params)
-        are_old = [node.metadata.pop(_OLD, False) for node in self.accumulate_nodes]
-        if any(are_old):
-            raise RuntimeError(
-                "a loss or an output of an earlier step is still held, and with it the autograd graph of the stream it "
-                "ran on; drop it, or keep only its detach()"
-            )
-
-    def _channel(self, key: BufferKey) -> GradChannel:
-        comm = self.comms.pair(is_expert=key.is_expert_parallel).grads
-        options = self.options
-        return GradChannel(
-            comm,
-            choose_reduce_scatter(
-                comm, key.grad_dtype, with_fp32_accumulation=options.reduce_scatter_with_fp32_accumulation
-            ),
-            grad_scaling(
-                dp_size=self.comms.full_size(is_expert=False),
-                expert_dp_size=self.comms.full_size(is_expert=True) if key.is_expert_parallel else 1,
-                is_expert=key.is_expert_parallel,
-                average_in_collective=options.average_in_collective,
-                calculate_per_token_loss=options.calculate_per_token_loss,
-            ),
-        )
-
-    def _usage_exchanges(self, device: torch.device) -> list[UsageExchange]:
-        exchanges = []
-        for is_expert in (False, True):
-            params = [index for index, spec in enumerate(self.plan.params) if spec.allreduce is not is_expert]
-            if params:
-                # Expert parameters of one name are different ones on ranks with other experts.
-                exchanges.append(UsageExchange(self.comms.pair(is_expert=is_expert).grads, params, device))
-        return exchanges
 
     # What graphs call: host ops.
 
@@ -474,9 +404,8 @@ class ModelBuffers:
         if self._is_finished or (self._is_reduced and any(param.grad is not None for param in self.params)):
             return
         self._start_remaining(force_all_reduce=force_all_reduce)
-        if not self.capture.is_active:
-            for exchange in self._usage:
-                exchange.start(self._used_here())
+        if self._usage is not None and not self.capture.is_active:
+            self._usage.start(self._used_here())
         for group in range(len(self.plan.groups)):
             self.reducer.wait(group)
         self._late.reduce()
@@ -515,19 +444,13 @@ class ModelBuffers:
 
         Without ``find_unused_parameters`` those that this rank wrote where ``.grad`` is published, otherwise all.
         """
-        if self.capture.is_active:
-            # A captured step uses the same parameters every time; asking would need the host.
-            return self.capture.used
-        if not self._usage:
-            used = self._used_here() if self.publishes_grad else [True] * len(self.params)
-            self.capture.used = used
-            return used
-        used = [False] * len(self.params)
-        for exchange in self._usage:
-            for param, is_used in zip(exchange.params, exchange.wait()):
-                used[param] = is_used
-        self.capture.used = used
-        return used
+        # A captured step uses the same parameters every time; asking would need the host.
+        if not self.capture.is_active:
+            if self._usage is not None:
+                self.capture.used = self._usage.wait()
+            else:
+                self.capture.used = self._used_here() if self.publishes_grad else [True] * len(self.params)
+        return self.capture.used
 
     def _used_here(self) -> list[bool]:
         if self.publishes_grad:
@@ -540,8 +463,8 @@ class ModelBuffers:
         self._is_finished = False
         self.count_step()
         self.state.reset()
-        for exchange in self._usage:
-            exchange.reset()
+        if self._usage is not None:
+            self._usage.reset()
         self._is_reduced = False
         self._in_flight.clear()
         self._late.forget()
@@ -580,8 +503,15 @@ class ModelBuffers:
         for group in sorted(self.state.eager_groups, reverse=True):
             self.gatherer.wait(group)
 
-    def set_gathers(self, phases: Sequence[ParamPhase]) -> None:
-        """Declare parameters to be as stale as they were when a captured step began; it gathers them by itself."""
+    @property
+    def gather_phases(self) -> list[ParamPhase]:
+        """Of every bucket group. Settable for a captured step, which gathers by itself what was stale when it began."""
+        if self.gatherer is None:
+            return [ParamPhase.CURRENT] * len(self.plan.groups)
+        return list(self.gatherer.phases)
+
+    @gather_phases.setter
+    def gather_phases(self, phases: Sequence[ParamPhase]) -> None:
         assert self.gatherer is not None
         self.gatherer.phases = list(phases)
 
@@ -614,14 +544,3 @@ class ModelBuffers:
         for buffer in self.buffers:
             buffer.release()
         self.comms.close()
-
-
-def _find_promoted(plan: BucketPlan, patterns: Sequence[str]) -> set[int]:
-    """Parameters whose name matches a shell pattern (``all`` matches each) and whose buffer is not fp32 anyway."""
-    return {
-        index
-        for layout in plan.layouts
-        for index in layout.params
-        if layout.key.grad_dtype != torch.float32
-        and any(pattern == "all" or fnmatch.fnmatch(plan.params[index].name, pattern) for pattern in patterns)
-    }

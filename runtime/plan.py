@@ -203,6 +203,10 @@ class GraphParam:
         return (self.handle, self.group)
 
 
+Write = Literal["overwrite", "accumulate", "flagged"]
+"""What a compiled backward does with what ``main_grad`` holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """What one compiled variant of a backward graph does with its gradients. Nothing is decided inside a graph.
@@ -213,7 +217,7 @@ class Role:
     Megatron's ``no_sync``, or a host that launches by itself.
     """
 
-    write: Literal["overwrite", "accumulate", "flagged"] | None
+    write: Write | None
     launches: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from megabuf_fx.runtime.collectives import Comm, PendingWork
+from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.transports import Communicators
 
 
 class UsageExchange:
@@ -56,3 +58,34 @@ class UsageExchange:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+class UsedParams:
+    """The exchanges of one model: which of its parameters got a gradient on some rank."""
+
+    def __init__(self, plan: BucketPlan, comms: Communicators, device: torch.device) -> None:
+        self._count = len(plan.params)
+        self._exchanges = []
+        for is_expert in (False, True):
+            params = [index for index, spec in enumerate(plan.params) if spec.allreduce is not is_expert]
+            if params:
+                # Expert parameters of one name are different ones on ranks with other experts.
+                self._exchanges.append(UsageExchange(comms.pair(is_expert=is_expert).grads, params, device))
+
+    def start(self, used_here: Sequence[bool]) -> None:
+        """Send this rank's flags, one for each parameter; see ``UsageExchange.start``."""
+        for exchange in self._exchanges:
+            exchange.start(used_here)
+
+    def wait(self) -> list[bool]:
+        """One flag for each parameter."""
+        used = [False] * self._count
+        for exchange in self._exchanges:
+            for param, is_used in zip(exchange.params, exchange.wait()):
+                used[param] = is_used
+        return used
+
+    def reset(self) -> None:
+        """Forget the answer; every collective that was started is waited for."""
+        for exchange in self._exchanges:
+            exchange.reset()

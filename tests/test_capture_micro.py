@@ -168,6 +168,7 @@ def test_any_optimizer_finds_the_gradients() -> None:
     run = Run("whole", is_compiled=True)
     captured = mb.capture_micro_batch(run.micro_batch, run.batch(9, 9), model=run.model)
     assert all(param.grad is None for param in run.model.parameters())
+    torch.manual_seed(5)
     captured(run.batch(0, 0))
     run.buf.finish_grad_sync()
     assert run.model.unused.grad is None
@@ -176,13 +177,14 @@ def test_any_optimizer_finds_the_gradients() -> None:
     for param in run.model.parameters():
         param.grad = None
     run.model.eval()
-    with pytest.raises(mb.CaptureError, match="training mode was True and is False"):
+    with pytest.raises(mb.CaptureError, match=r"modules in eval mode was \[\] and is \['the model', "):
         captured(run.batch(0, 0))
     run.model.train()
+    torch.manual_seed(5)
     captured(run.batch(0, 0))
     run.buf.finish_grad_sync()
-    # Dropout draws anew, and nothing is left of the first gradient.
-    assert 0 < run.model.fc1.weight.grad.abs().max() < 2 * first.abs().max()
+    # Nothing is left of the first gradient.
+    assert torch.equal(run.model.fc1.weight.grad, first)
 
 
 def test_a_replay_after_the_reduction_is_refused() -> None:

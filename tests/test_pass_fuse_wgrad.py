@@ -122,7 +122,7 @@ def rewrite(buffers: Buffers, *, accumulate: bool, fuse: bool = True) -> GraphMo
     """The backward with all gradients in buffers."""
     gradients = buffers.gradients
     inputs = partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values()))
-    rest = partial(write_main_grads, gradients=gradients, accumulate=accumulate)
+    rest = partial(write_main_grads, gradients=gradients, write="accumulate" if accumulate else "overwrite")
     if not fuse:
         return apply(buffers.traced.backward, inputs, rest)
     return apply(buffers.traced.backward, inputs, partial(fuse_wgrad, gradients=gradients, accumulate=accumulate), rest)

@@ -65,7 +65,7 @@ def prepare(buffers: Buffers, *, fuse: bool = False, accumulate: bool = False, w
     """The backward with its gradients in buffers, but no launches."""
     gradients = buffers.gradients
     inputs = partial(add_buffer_inputs, extras=buffers.extras(with_token=with_token), writes=list(gradients.values()))
-    write = partial(write_main_grads, gradients=gradients, accumulate=accumulate)
+    write = partial(write_main_grads, gradients=gradients, write="accumulate" if accumulate else "overwrite")
     if not fuse:
         return apply(buffers.traced.backward, inputs, write)
     return apply(

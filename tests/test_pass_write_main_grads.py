@@ -33,6 +33,7 @@ from megabuf_fx.passes.fuse_wgrad import fuse_wgrad
 from megabuf_fx.passes.graph_utils import aten, main_grad_nodes, outputs, placeholders, written_param
 from megabuf_fx.passes.write_main_grads import write_main_grads
 from megabuf_fx.runtime.ops import accumulate_wgrad_
+from megabuf_fx.runtime.plan import Write
 
 
 class Offsets(nn.Module):
@@ -48,13 +49,13 @@ class Offsets(nn.Module):
         return x + self.whole + self.same + self.row
 
 
-def rewrite(buffers: Buffers, *, accumulate: bool | None) -> GraphModule:
+def rewrite(buffers: Buffers, *, write: Write) -> GraphModule:
     gradients = buffers.gradients
-    extras = buffers.extras(with_token=False, with_flag=accumulate is None)
+    extras = buffers.extras(with_token=False, with_flag=write == "flagged")
     return apply(
         buffers.traced.backward,
         partial(add_buffer_inputs, extras=extras, writes=list(gradients.values())),
-        partial(write_main_grads, gradients=gradients, accumulate=accumulate),
+        partial(write_main_grads, gradients=gradients, write=write),
     )
 
 
@@ -62,11 +63,11 @@ def check_numerics(traced: Traced, make: Callable[[Traced], Buffers] = Buffers) 
     """Overwrite and accumulate, bitwise, in memory that holds NaN around the slots."""
     buffers = make(traced)
     extras = buffers.extras(with_token=False)
-    assert set(buffers.run_backward(rewrite(buffers, accumulate=False), extras)) <= {None}
+    assert set(buffers.run_backward(rewrite(buffers, write="overwrite"), extras)) <= {None}
     for index, main_grad in enumerate(buffers.main_grads):
         assert torch.equal(main_grad, traced.reference(index).to(main_grad.dtype)), traced.specs[index].name
     before = buffers.randomize()
-    buffers.run_backward(rewrite(buffers, accumulate=True), extras)
+    buffers.run_backward(rewrite(buffers, write="accumulate"), extras)
     for index, (main_grad, start) in enumerate(zip(buffers.main_grads, before)):
         assert torch.equal(main_grad, start + traced.reference(index)), traced.specs[index].name
     buffers.assert_padding_is_untouched()
@@ -98,7 +99,7 @@ def test_numerics_of_gradients_that_are_inputs_or_shared(table: str) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_overwrite_is_a_copy_behind_the_gradient(table: str) -> None:
     buffers = Buffers(traced_mlp(table))
-    gm = rewrite(buffers, accumulate=False)
+    gm = rewrite(buffers, write="overwrite")
     check_writes(buffers, gm)
     views = main_grad_nodes(gm)
     for write in find(gm, aten.copy_.default):
@@ -112,7 +113,7 @@ def test_overwrite_is_a_copy_behind_the_gradient(table: str) -> None:
 def test_accumulate_is_a_copy_of_the_sum(table: str) -> None:
     """One in-place store under Inductor: the sum is read by the copy alone."""
     buffers = Buffers(traced_mlp(table))
-    gm = rewrite(buffers, accumulate=True)
+    gm = rewrite(buffers, write="accumulate")
     check_writes(buffers, gm)
     order = order_of(gm)
     for write in find(gm, aten.copy_.default):
@@ -157,7 +158,7 @@ def test_what_fuse_wgrad_wrote_is_left_alone(table: str) -> None:
         buffers.traced.backward,
         partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
         partial(fuse_wgrad, gradients=gradients, accumulate=False),
-        partial(write_main_grads, gradients=gradients, accumulate=False),
+        partial(write_main_grads, gradients=gradients, write="overwrite"),
     )
     assert len(find(gm, accumulate_wgrad_)) == 3
     assert len(find(gm, aten.copy_.default)) == 4
@@ -174,7 +175,7 @@ def test_other_gradients_stay_outputs(table: str) -> None:
     gm = apply(
         traced.backward,
         partial(add_buffer_inputs, extras=extras, writes=list(gradients.values())),
-        partial(write_main_grads, gradients=gradients, accumulate=False),
+        partial(write_main_grads, gradients=gradients, write="overwrite"),
     )
     results = buffers.run_backward(gm, extras)
     for position, (result, expected) in enumerate(zip(results, traced.backward_results)):
@@ -190,7 +191,7 @@ def test_inputs_stay_together() -> None:
     """A gradient that is an input is written behind the last input, views of a whole buffer included."""
     traced = trace(seeded(Offsets), batch(0, 0, 0, 4, 6), table="none")
     for dense in (False, True):
-        gm = rewrite(Buffers(traced, dense=dense), accumulate=True)
+        gm = rewrite(Buffers(traced, dense=dense), write="accumulate")
         order = order_of(gm)
         inputs = placeholders(gm.graph)
         assert [order[node] for node in inputs] == list(range(len(inputs)))
@@ -201,7 +202,7 @@ def test_inputs_stay_together() -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_writes_survive_dead_code_elimination(accumulate: bool) -> None:
     buffers = Buffers(traced_mlp("none"))
-    gm = rewrite(buffers, accumulate=accumulate)
+    gm = rewrite(buffers, write="accumulate" if accumulate else "overwrite")
     gm.graph.eliminate_dead_code()
     assert len(find(gm, aten.copy_.default)) == 7
 
@@ -209,7 +210,7 @@ def test_writes_survive_dead_code_elimination(accumulate: bool) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_provenance_is_that_of_the_gradient(table: str) -> None:
     buffers = Buffers(traced_mlp(table))
-    gm = rewrite(buffers, accumulate=True)
+    gm = rewrite(buffers, write="accumulate")
     lines = {}
     for node in find(gm, aten.copy_.default):
         param = written_param(node)
@@ -236,7 +237,7 @@ def test_another_shape_is_refused() -> None:
         apply(
             buffers.traced.backward,
             partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
-            partial(write_main_grads, gradients=gradients, accumulate=False),
+            partial(write_main_grads, gradients=gradients, write="overwrite"),
         )
 
 
@@ -248,7 +249,7 @@ def test_one_graph_overwrites_or_accumulates_by_its_flag(
 ) -> None:
     traced = traced_mlp(table) if make is None else trace(make(), batch(0, 0, 0, 4, 6), table=table)
     buffers = Buffers(traced, dense=dense)
-    gm = rewrite(buffers, accumulate=None)
+    gm = rewrite(buffers, write="flagged")
     assert not any(node.target is accumulate_wgrad_ for node in gm.graph.nodes)
     extras = buffers.extras(with_token=False, with_flag=True)
     assert [extra.kind for extra in extras].count("flag") == 1
@@ -276,17 +277,17 @@ def test_a_missing_flag_is_refused() -> None:
         apply(
             buffers.traced.backward,
             partial(add_buffer_inputs, extras=buffers.extras(with_token=False), writes=list(gradients.values())),
-            partial(write_main_grads, gradients=gradients, accumulate=None),
+            partial(write_main_grads, gradients=gradients, write="flagged"),
         )
 
 
 def test_nothing_to_do() -> None:
     gm = copy_graph(traced_mlp("none").backward)
     before = text_of(gm)
-    assert write_main_grads(gm, gradients={}, accumulate=True) is gm
+    assert write_main_grads(gm, gradients={}, write="accumulate") is gm
     assert text_of(gm) == before
 
 
 def test_same_graph_and_plan_give_the_same_graph() -> None:
     buffers = Buffers(traced_mlp("inductor"))
-    assert len({text_of(rewrite(buffers, accumulate=True)) for _ in range(2)}) == 1
+    assert len({text_of(rewrite(buffers, write="accumulate")) for _ in range(2)}) == 1

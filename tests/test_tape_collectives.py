@@ -141,6 +141,14 @@ def attached(
     return model, buf, call, optimizer
 
 
+def take_two_steps(call: Any, optimizer: Any, x: Tensor) -> None:
+    """After them nothing is compiled or made any more."""
+    for _ in range(2):
+        call(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def statics_of(model: Any, buf: mb.MegabufHandle, x: Tensor) -> Mapping[str, Tensor]:
     return {"x": x, **dict(model.named_parameters()), **buf.buffers.tensors()}
 
@@ -150,10 +158,7 @@ def statics_of(model: Any, buf: mb.MegabufHandle, x: Tensor) -> Mapping[str, Ten
 def test_reductions_that_nobody_waits_for(compiled: bool, options: dict[str, Any]) -> None:
     model, buf, call, optimizer = attached(compiled=compiled, **options)
     x = batch(0, 0, 0, 8, 13)
-    for _ in range(2):
-        call(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_two_steps(call, optimizer, x)
     tape = Tape(lambda: statics_of(model, buf, x))
     with tape:
         call(x).square().mean().backward()
@@ -170,10 +175,7 @@ def test_reductions_that_nobody_waits_for(compiled: bool, options: dict[str, Any
 def test_uses_of_a_bucket_in_flight(compiled: bool) -> None:
     model, buf, call, optimizer = attached(compiled=compiled)
     x = batch(0, 0, 0, 8, 13)
-    for _ in range(2):
-        call(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_two_steps(call, optimizer, x)
     last = max(buf.plan.groups[0].params)
     tape = Tape(lambda: statics_of(model, buf, x))
     with tape:
@@ -190,10 +192,7 @@ def test_uses_of_a_bucket_in_flight(compiled: bool) -> None:
 def test_uses_of_parameters_in_flight(compiled: bool) -> None:
     model, buf, call, optimizer = attached(compiled=compiled, overlap_param_gather=True)
     x = batch(0, 0, 0, 8, 13)
-    for _ in range(2):
-        call(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_two_steps(call, optimizer, x)
     tape = Tape(lambda: statics_of(model, buf, x))
     with tape:
         buf.start_param_sync()
