@@ -347,6 +347,13 @@ def compile_with_aot_autograd(
         )
 
 
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Those with which Inductor has AOTAutograd trace; checked on torch 2.11.0, 2.13.0, 2.14.1."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return cast("Mapping[Any, Callable[..., Any]]", select_decomp_table())
+
+
 def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Inductor on one graph after AOTAutograd."""
     from torch._inductor.compile_fx import compile_fx_inner

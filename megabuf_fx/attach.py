@@ -16,6 +16,7 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.checks import check_groups, check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.handle import MegabufHandle, live_handles
+from megabuf_fx.quantization import mark_quantized, store_maker
 from megabuf_fx.runtime.collectives import Comm
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
@@ -44,8 +45,8 @@ def attach(
     Raises:
         TypeError: ``model`` is no module, or ``config`` no ``MegabufConfig``.
         ValueError: no trainable parameters, complex ones, several devices, attached twice, a rank outside of the group,
-            expert parameters without their group, optimizer instances that do not divide the ranks, or ranks that
-            differ; the message names the first difference.
+            expert parameters without their group, optimizer instances that do not divide the ranks, no weight that
+            can be quantized where that is wanted, or ranks that differ; the message names the first difference.
         NotImplementedError: models wrapped by DDP or FSDP2, tensor-subclass or meta parameters.
         RuntimeError: several processes were started but ``torch.distributed`` is not initialized.
     """
@@ -64,7 +65,7 @@ def attach(
     specs: list[ParamSpec] = []
     try:
         check_model(model, named, [handle.buffers for handle in live_handles()])
-        specs = [spec_of(name, param) for name, param in named]
+        specs = mark_quantized(model, [spec_of(name, param) for name, param in named], config)
         check_groups(specs, config, group, expert_group)
     except (ValueError, NotImplementedError) as caught:
         # A rank whose model is refused tells the others first, so that none of them waits.
@@ -86,7 +87,8 @@ def attach(
         # Nothing is gathered; they have served the broadcast.
         comms.close_params()
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RuntimeOptions)}
-    buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options))
+    make_store = store_maker(config, plan) if config.quantization is not None else None
+    buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options), make_store)
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group, _expert_rank(comms.dense.grads, expert_group))
 

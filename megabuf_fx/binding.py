@@ -66,5 +66,7 @@ def _locate(argument: object, handle: int, model: ModelBuffers) -> GraphParam | 
         buffer=buffer,
         start=slot.start,
         whole_buffer=not model.plan.aligned and index not in model.buffers[buffer].promoted,
+        dtype=spec.dtype,
+        quantized=spec.quantized,
         is_hooked=_compat.has_user_hooks(model.params[index]),
     )

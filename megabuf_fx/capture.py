@@ -155,12 +155,15 @@ class CapturedStep(Captured):
                 update was left out.
         """
         subject = self._subject
+        for handle in subject.handles:
+            handle.buffers.hide_params()
         self._check_memory()
         self._check_model()
         for handle, gathers in zip(subject.handles, self._gathers):
             if handle.buffers.gather_phases != gathers:
                 # Somebody has gathered parameters by hand; the step gathers them again.
-                handle.sync_params()
+                handle.buffers.sync_params()
+                subject.stage_params(handle)
                 handle.buffers.gather_phases = gathers
         self._check_host_state()
         for each in subject.optimizers:

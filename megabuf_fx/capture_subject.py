@@ -21,6 +21,7 @@ from megabuf_fx.capture_checks import (
 )
 from megabuf_fx.handle import MegabufHandle
 from megabuf_fx.optimizer import DistributedOptimizer
+from megabuf_fx.runtime.bucket_groups import ParamPhase
 from megabuf_fx.tape import Tape, detach_tensors, diff
 
 MAX_SHOWN = 10
@@ -96,6 +97,12 @@ class Subject:
     def host_state(self) -> HostState:
         return host_state(self.optimizers, self.handles)
 
+    def stage_params(self, handle: MegabufHandle) -> None:
+        """Let what the next gather moves be there, whatever was gathered or restored meanwhile."""
+        for each in self.optimizers:
+            if isinstance(each, DistributedOptimizer) and each.handle is handle:
+                each.stage_params()
+
     @contextlib.contextmanager
     def captured(self, *, is_micro_batch: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -149,6 +156,11 @@ def capture(
         raise
     finally:
         snapshot.restore(subject.changing())
+        for handle in subject.handles:
+            if ParamPhase.STALE in handle.buffers.gather_phases:
+                phases = handle.buffers.gather_phases
+                subject.stage_params(handle)
+                handle.buffers.gather_phases = phases
         subject.uploaded = []
         for each in subject.optimizers:
             if isinstance(each, DistributedOptimizer):

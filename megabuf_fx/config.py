@@ -8,12 +8,19 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-INNER_COMPILERS = ("inductor", "aot_eager")
+_CHOICES = {
+    "inner_compiler": ("inductor", "aot_eager"),
+    "fp8_recipe": ("tensorwise", "delayed", "mxfp8"),
+    "fp8_amax_compute_algo": ("most_recent", "max"),
+    "mxfp8_scale_rule": ("rceil", "floor"),
+}
 
 _NEED_DISTRIBUTED_OPTIMIZER = (
     "overlap_param_gather",
     "num_distributed_optimizer_instances",
     "reduce_scatter_with_fp32_accumulation",
+    "fp8_param_gather",
+    "fp4_param_gather",
 )
 _NEED_OVERLAP_PARAM_GATHER = (
     "align_param_gather",
@@ -101,6 +108,29 @@ class MegabufConfig:
     because views in it can be misaligned, and identical layers no longer share kernels."""
     inner_compiler: Literal["inductor", "aot_eager"] = "inductor"
     """What compiles the rewritten graphs; ``aot_eager`` runs them op by op, bitwise comparable with eager."""
+    fp8_param_gather: bool = False
+    """Keep the weights of linear layers as fp8 codes and scales, made from fp32 masters in ``step``, and gather bytes.
+    Forward and backward dequantize them to the parameter's dtype (Megatron ``fp8_param_gather``)."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8"] = "tensorwise"
+    """Scales of fp8: one per weight from its own values, from those of earlier steps, or one per 32 elements (OCP MX).
+    MXFP8 gathers 16-bit values, and every rank quantizes what it gathered."""
+    fp8_amax_history_len: int = 1
+    """Steps that delayed scaling remembers."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Which amax of the history sets a delayed scale."""
+    fp8_margin: int = 0
+    """Delayed scales are divided by 2 to this power."""
+    mxfp8_scale_rule: Literal["rceil", "floor"] = "rceil"
+    """How a block's scale follows from its amax: no value saturates (TransformerEngine), or OCP MX v1.0's rule, with
+    which the largest can."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    """Gather MXFP8 weights through the gradients' storage, which saves 2 bytes per element; gradients then end with
+    ``step``."""
+    fp4_param_gather: bool = False
+    """The same with NVFP4: half a byte per element, a scale for every 16 x 16 elements and one per weight."""
+    quantized_param_name_patterns: tuple[str, ...] = ("all",)
+    """Which weights are quantized: shell patterns of names, among ``weight`` of ``nn.Linear`` (no subclass) whose shape
+    divides into blocks. ``all`` matches each."""
     dump_dir: str | None = None
     """Write every compiled graph before and after each pass, and the plans, into this directory; also set by the
     environment variable MEGABUF_DUMP."""
@@ -120,11 +150,12 @@ class MegabufConfig:
             ("num_buckets", "buckets"),
             ("num_distributed_optimizer_instances", "instances"),
             ("check_for_drift_every", "steps"),
+            ("fp8_amax_history_len", "steps"),
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be a positive number of {unit}, got {value}")
-        for name in ("pipeline_parallel_rank", "param_gather_prefetch"):
+        for name in ("pipeline_parallel_rank", "param_gather_prefetch", "fp8_margin"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -132,8 +163,9 @@ class MegabufConfig:
             raise ValueError(
                 f"cannot specify both num_buckets={self.num_buckets} and bucket_size={self.bucket_size}; drop one"
             )
-        if self.inner_compiler not in INNER_COMPILERS:
-            raise ValueError(f"inner_compiler must be one of {INNER_COMPILERS}, got {self.inner_compiler!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in _NEED_DISTRIBUTED_OPTIMIZER:
             if self._is_set(name) and not self.use_distributed_optimizer:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs use_distributed_optimizer=True (shards)")
@@ -161,6 +193,34 @@ class MegabufConfig:
                 "param_name_patterns_for_fp32_local_accumulation with grad_reduce_in_fp32=True: every gradient is "
                 "accumulated in fp32 already; drop one"
             )
+
+        self._check_quantization()
+
+    @property
+    def quantization(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:
+        """The format of quantized weights."""
+        if self.fp4_param_gather:
+            return "nvfp4"
+        if self.fp8_param_gather:
+            return "mxfp8" if self.fp8_recipe == "mxfp8" else "fp8"
+        return None
+
+    def _check_quantization(self) -> None:
+        if self.fp8_param_gather and self.fp4_param_gather:
+            raise ValueError("a weight has one format: drop fp8_param_gather or fp4_param_gather")
+        is_mxfp8 = self.quantization == "mxfp8"
+        is_delayed = self.fp8_param_gather and self.fp8_recipe == "delayed"
+        for name, need, is_there in (
+            ("fp8_recipe", "fp8_param_gather=True", self.fp8_param_gather),
+            ("quantized_param_name_patterns", "fp8_param_gather=True or fp4_param_gather=True", self.quantization),
+            ("fp8_amax_history_len", "fp8_param_gather=True with fp8_recipe='delayed'", is_delayed),
+            ("fp8_amax_compute_algo", "fp8_param_gather=True with fp8_recipe='delayed'", is_delayed),
+            ("fp8_margin", "fp8_param_gather=True with fp8_recipe='delayed'", is_delayed),
+            ("mxfp8_scale_rule", "fp8_param_gather=True with fp8_recipe='mxfp8'", is_mxfp8),
+            ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather=True with fp8_recipe='mxfp8'", is_mxfp8),
+        ):
+            if self._is_set(name) and not is_there:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs {need}")
 
     def _is_set(self, name: str) -> bool:
         (default,) = (field.default for field in dataclasses.fields(self) if field.name == name)

@@ -141,6 +141,7 @@ class MegabufHandle:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, for example by one over the number of tokens: ``grad_data`` and the fp32 sums."""
+        self.buffers.require_gradients("gradients are scaled")
         for buffer in self.buffers.buffers:
             buffer.grad_data.mul_(factor)
             for index in buffer.promoted:
@@ -148,8 +149,9 @@ class MegabufHandle:
 
     def sync_params(self) -> None:
         """Make every parameter current; needed before raw reads between ``step`` and the next forward with
-        ``overlap_param_gather``. Every rank must call it."""
-        self.buffers.sync_params()
+        ``overlap_param_gather``, and before any raw read of quantized parameters, which then hold their dequantized
+        values until the next ``step``. Every rank must call it."""
+        self.buffers.show_params()
 
     def bucket_table(self) -> str:
         """A table of buckets; trigger nodes are known once a synchronizing backward was compiled."""
@@ -231,13 +233,17 @@ class MegabufHandle:
         for module in self.model.modules():
             indices = [self.buffers.index_of(p) for p in module.parameters(recurse=False)]
             groups = sorted({self.buffers.group_of[i] for i in indices if i is not None}, reverse=True)
+            quantized = [i for i in indices if i is not None and self.plan.params[i].quantized]
             # The root's hook is always there: it is what keeps the handle alive as long as the model.
-            if module is self.model or (groups and self.config.overlap_param_gather):
-                self._hooks.append(module.register_forward_pre_hook(_forward_hook(self, module, groups)))
+            if module is self.model or quantized or (groups and self.config.overlap_param_gather):
+                self._hooks.append(module.register_forward_pre_hook(_forward_hook(self, module, groups, quantized)))
+            if quantized:
+                self._hooks.extend(_load_hooks(self, module, quantized))
         # Any optimizer could be stepped, so every optimizer is asked; ours checks by itself.
         self._hooks.append(register_optimizer_step_pre_hook(_step_hook(weakref.ref(self))))
         self._hooks.append(self.model.register_state_dict_pre_hook(_state_dict_hook(self, self.model)))
-        if self.config.overlap_param_gather and not hasattr(self.model, "__deepcopy__"):
+        needs_care = self.config.overlap_param_gather or self.config.quantization is not None
+        if needs_care and not hasattr(self.model, "__deepcopy__"):
             self._hooks.append(_DeepCopyHook(self))
 
     def _after_accumulate(self, index: int) -> None:
@@ -298,7 +304,9 @@ def _accumulate_hook(owner: weakref.ref[MegabufHandle], index: int) -> Callable[
     return hook
 
 
-def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) -> Callable[..., None]:
+def _forward_hook(
+    handle: MegabufHandle, own: nn.Module, groups: Sequence[int], quantized: Sequence[int]
+) -> Callable[..., None]:
     def hook(module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():
             return
@@ -306,8 +314,42 @@ def _forward_hook(handle: MegabufHandle, own: nn.Module, groups: Sequence[int]) 
             handle.buffers.before_forward(in_backward=_compat.current_backward_id() != -1)
             for group in groups:
                 handle.buffers.wait_param_sync(group)
+            if quantized and handle.buffers.weights is not None:
+                handle.buffers.weights.show(quantized)
 
     return hook
+
+
+def _load_hooks(handle: MegabufHandle, own: nn.Module, quantized: Sequence[int]) -> list[Any]:
+    """Make ``load_state_dict`` of a module with quantized parameters find tensors to copy into, and store the result;
+    make its ``state_dict`` hold values."""
+
+    def before_load(module: nn.Module, *unused: object) -> None:
+        weights = handle.buffers.weights
+        if module is own and weights is not None and not handle.buffers.is_closed:
+            handle.buffers.sync_params()
+            weights.show(quantized)
+
+    def after_load(module: nn.Module, keys: object) -> None:
+        weights = handle.buffers.weights
+        if module is own and weights is not None and not handle.buffers.is_closed:
+            weights.absorb(quantized, always=True)
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+        weights = handle.buffers.weights
+        if module is own and weights is not None and not handle.buffers.is_closed:
+            indices = {id(handle.buffers.params[index]): index for index in quantized}
+            for name, param in module.named_parameters(recurse=False):
+                value = state_dict.get(prefix + name)
+                # With keep_vars the caller gets the parameter itself.
+                if id(param) in indices and value is not None and value is not param:
+                    state_dict[prefix + name] = weights.stored_values(indices[id(param)])
+
+    return [
+        own.register_load_state_dict_pre_hook(before_load),
+        own.register_load_state_dict_post_hook(after_load),
+        own.register_state_dict_post_hook(after_save),
+    ]
 
 
 def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
@@ -338,7 +380,7 @@ class _DeepCopyHook:
 
         def deep_copy(memo: dict[int, Any]) -> nn.Module:
             if not handle.buffers.is_closed:
-                handle.buffers.sync_params()
+                handle.buffers.show_params()
             own = handle.model.__dict__.pop("__deepcopy__")
             try:
                 return copy.deepcopy(handle.model, memo)

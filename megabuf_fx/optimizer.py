@@ -29,7 +29,7 @@ from megabuf_fx.optimizer_state import (
     plain_name,
     state_of_run,
 )
-from megabuf_fx.runs import Run, check_params, make_runs, split_runs
+from megabuf_fx.runs import Run, check_params, make_runs, read_params, split_runs, stage_params, write_params
 from megabuf_fx.scaler_probe import ScalerProbe
 
 log = logging.getLogger("megabuf_fx.optimizer")
@@ -73,6 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         groups = _as_groups(params)
         self.handle = _find_handle(groups)
+        self.handle.buffers.sync_params()
         self._runs = [make_runs(self.handle.buffers, group["params"]) for group in groups]
         inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)]
         self.inner = optimizer_class(inner_groups, **defaults)
@@ -87,7 +88,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
         self._skipped = 0
-        buffers.sync_params()
+        if buffers.weights is not None:
+            # Masters have them now.
+            buffers.weights.given.clear()
 
     @property
     def runs(self) -> list[Run]:
@@ -186,10 +189,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 # A parameter without gradient is left alone, as in torch.optim. fp32 gradients are aliased, not copied.
                 run.master.grad = self._fp32_grad(run) if run.is_used(used) else None
         self.inner.step()
-        for runs in self._runs:
-            for run in runs:
-                run.master.grad = None
-                run.write_params()
+        for run in self.runs:
+            run.master.grad = None
+        write_params(buffers, self.runs)
         # Without sharding masters are written into the parameters themselves, and that counts too.
         self.note_written_weights()
         self._clipping = None
@@ -242,6 +244,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.get(name, {}).items():
                 if isinstance(value, FlatShard) and value.numel != spec.numel:
                     raise ValueError(f"saved '{key}' of '{name}' has {value.numel} elements, here {spec.numel}")
+        # Gathers go on from the old weights otherwise, over the new ones.
+        buffers.sync_params()
         all_runs, new_state = [], {}
         for group in self.param_groups:
             runs = split_runs(make_runs(buffers, group["params"]), labels, {})
@@ -253,6 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{error.args[0]}; a rank-local state loads on the rank it came from") from None
         self._runs = all_runs
         self.inner.state.clear()
+        loaded = []
         for outer, inner, runs, saved in zip(self.param_groups, self.inner.param_groups, all_runs, groups):
             outer.update({key: like(outer.get(key), value) for key, value in saved.items() if key != "params"})
             inner["params"] = [run.master for run in runs]
@@ -261,14 +266,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 master = entries.pop(MASTER, None)
                 if master is not None:
                     run.master.copy_(master)
-                    run.write_params()
+                    loaded.append(run)
                 if entries:
                     self.inner.state[run.master] = entries
+        write_params(buffers, loaded)
         gatherer = buffers.gatherer
         # By the plan, which is the same on every rank; a rank can own nothing.
         has_masters = any(layout.key.param_dtype != torch.float32 for layout in self.handle.plan.layouts)
         if gatherer is not None and (has_masters or not is_gathered):
-            gatherer.wait_all()
             gatherer.mark_stale()
             gatherer.wait_all()
         self.note_written_weights()
@@ -310,9 +315,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         fp32 parameters are their own masters. Without this call the next ``step`` would write the old masters back.
         """
-        for run in self.runs:
-            run.read_params()
+        read_params(self.handle.buffers, self.runs)
         self.note_written_weights()
+
+    @torch.no_grad()
+    def stage_params(self) -> None:
+        """Let the next forward gather parameters once more, as it would have if nobody had since the last step."""
+        gatherer = self.handle.buffers.gatherer
+        if gatherer is not None:
+            stage_params(self.handle.buffers, self.runs)
+            gatherer.mark_stale()
 
     def _is_skipped(self) -> bool:
         """Whether this step is not to be taken, the same on all ranks."""
@@ -390,6 +402,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _synchronize(self) -> None:
         self.handle.check_synchronized()
         self.handle.finish_grad_sync()
+        self.handle.buffers.require_gradients("the optimizer uses gradients")
 
     def _fp32_grad(self, run: Run) -> Tensor:
         if run.is_fp32:

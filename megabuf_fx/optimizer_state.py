@@ -184,7 +184,7 @@ def like(current: object, value: object) -> object:
 
 def _entries(run: Run, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from state.items()
-    if run.params[0].dtype != torch.float32:
+    if run.is_quantized or run.params[0].dtype != torch.float32:
         yield MASTER, run.master
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.shards import compute_shard_ranges
+from megabuf_fx.runtime.stored_params import ShardPiece
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,12 +38,16 @@ class Run:
     """View of ``grad_data``."""
     params: tuple[Tensor, ...]
     """Flat views that hold the parameters' values one after the other: one of ``param_data`` when sharded, otherwise
-    one of each parameter."""
+    one of each parameter. None where they are quantized."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return not self.params
 
     @property
     def is_aliased(self) -> bool:
         """Whether the master is the parameters themselves."""
-        return self.master.data_ptr() == self.params[0].data_ptr()
+        return not self.is_quantized and self.master.data_ptr() == self.params[0].data_ptr()
 
     @property
     def is_fp32(self) -> bool:
@@ -53,15 +58,10 @@ class Run:
         """Whether its parameters have gradients; all or none, after ``split_runs``."""
         return used[self.pieces[0][0]]
 
-    def write_params(self) -> None:
-        """Set the parameters to the master, rounded to their dtype."""
-        if not self.is_aliased:
-            torch._foreach_copy_(list(self.params), list(self.master.split([param.numel() for param in self.params])))
-
-    def read_params(self) -> None:
-        """Set the master to the parameters."""
-        if not self.is_aliased:
-            torch._foreach_copy_(list(self.master.split([param.numel() for param in self.params])), list(self.params))
+    @property
+    def parts(self) -> list[Tensor]:
+        """The master, cut where ``params`` are."""
+        return list(self.master.detach().split([param.numel() for param in self.params]))
 
 
 def make_runs(buffers: ModelBuffers, params: Iterable[nn.Parameter]) -> list[Run]:
@@ -89,14 +89,65 @@ def make_runs_of(buffers: ModelBuffers, spans: Iterable[Sequence[int]]) -> list[
         while index < len(owned) and owned[index][0] == number and owned[index][2] <= end:
             pieces.append((owned[index][3], owned[index][2] - owned[index][1]))
             index += 1
-        if buffer.param_data is not None:
-            params: tuple[Tensor, ...] = (buffer.param_data[start:end],)
-        else:
+        params: tuple[Tensor, ...] = ()
+        if buffer.holds_params:
+            assert buffer.param_data is not None
+            params = (buffer.param_data[start:end],)
+        elif buffer.stored is None:
             params = tuple(_flat(buffers, param) for param, _ in pieces)
-        is_whole = buffer.param_data is not None and buffer.param_data.dtype == torch.float32
-        master = nn.Parameter(params[0] if is_whole else torch.cat([param.float() for param in params]))
+        if buffer.holds_params and params[0].dtype == torch.float32:
+            master = nn.Parameter(params[0])
+        else:
+            values = params or _quantized_values(buffers, start, pieces)
+            master = nn.Parameter(torch.cat([value.float() for value in values]))
         runs.append(Run(number, start, end, tuple(pieces), master, buffer.grad_data[start:end], params))
     return runs
+
+
+def write_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
+    """Set the parameters of ``runs`` to their masters, rounded to their dtype or quantized. Collective where some
+    parameters of the model are quantized."""
+    for run in runs:
+        if not run.is_quantized and not run.is_aliased:
+            torch._foreach_copy_(list(run.params), run.parts)
+    if buffers.weights is not None:
+        buffers.release_gradients()
+        buffers.weights.write(_quantized_pieces(buffers, runs))
+
+
+def stage_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
+    """Write again what a gather has used up; masters are those of the last ``write_params``."""
+    if buffers.weights is not None:
+        buffers.weights.write(_quantized_pieces(buffers, runs), only_staged=True)
+
+
+def read_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
+    """Set masters to the parameters; of quantized ones to what was written or loaded since the last step, if anything
+    was, as masters are finer than what is stored."""
+    if buffers.weights is not None:
+        buffers.weights.absorb(buffers.weights.indices)
+    for run in runs:
+        if not run.is_quantized and not run.is_aliased:
+            torch._foreach_copy_(run.parts, list(run.params))
+    if buffers.weights is not None:
+        for pieces in _quantized_pieces(buffers, runs).values():
+            for piece in pieces:
+                given = buffers.weights.given.get(piece.param)
+                if given is not None:
+                    piece.values.copy_(given.reshape(-1)[piece.start : piece.start + piece.values.numel()])
+
+
+def _quantized_pieces(buffers: ModelBuffers, runs: Sequence[Run]) -> dict[int, list[ShardPiece]]:
+    """The masters of quantized parameters, by buffer."""
+    found: dict[int, list[ShardPiece]] = {}
+    for run in runs:
+        if run.is_quantized:
+            position = run.start
+            for (param, numel), values in zip(run.pieces, run.master.detach().split([n for _, n in run.pieces])):
+                _, slot = buffers.locations[param]
+                found.setdefault(run.buffer, []).append(ShardPiece(param, position - slot.start, values))
+                position += numel
+    return found
 
 
 def check_params(buffers: ModelBuffers, runs: Iterable[Run]) -> None:
@@ -175,6 +226,17 @@ def _flat(buffers: ModelBuffers, index: int) -> Tensor:
             "skip memory; make it contiguous, or attach with use_distributed_optimizer=True"
         )
     return param.as_strided((param.numel(),), (1,))
+
+
+def _quantized_values(buffers: ModelBuffers, start: int, pieces: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """What the masters of a run of quantized parameters are made of; ``start`` is where it begins in its buffer."""
+    assert buffers.weights is not None
+    values = []
+    for param, numel in pieces:
+        offset = start - buffers.locations[param][1].start
+        values.append(buffers.weights.values(param).reshape(-1)[offset : offset + numel])
+        start += numel
+    return values
 
 
 def _owned_pieces(buffers: ModelBuffers) -> list[tuple[int, int, int, int]]:

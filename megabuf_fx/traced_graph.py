@@ -19,9 +19,10 @@ from torch.fx import GraphModule, Node
 import megabuf_fx._compat as _compat
 from megabuf_fx.binding import Binding, BindingKey, key_of, locate_arguments
 from megabuf_fx.dump import make_dump
-from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs
+from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs, stored_inputs
 from megabuf_fx.passes.contract import PassError
-from megabuf_fx.passes.graph_utils import outputs
+from megabuf_fx.passes.dequantize_params import HiddenInput, find_hidden_inputs, find_saved_params
+from megabuf_fx.passes.graph_utils import outputs, placeholders
 from megabuf_fx.pipeline import backward_passes, forward_passes
 from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json
 from megabuf_fx.runtime.model_buffers import ModelBuffers
@@ -204,16 +205,23 @@ class TracedGraph:
 
     def _compile_forward(self, binding: Binding) -> None:
         assert self._forward_source is not None
+        hidden = find_hidden_inputs(self._forward_source.graph, binding.plan)
         gathering = {h for h, model in binding.models.items() if model.options.overlap_param_gather}
-        extras: tuple[ExtraInput, ...] = ()
+        extras = _stored_inputs(hidden, binding.models)
         waiting = [param for param in binding.plan.params if param.handle in gathering]
         if waiting:
             model = binding.models[waiting[0].handle]
-            extras = (ExtraInput("token", waiting[0].handle, 0, (1,), (1,), model.token.dtype, model.token.device),)
-        kind = "forward" if self._is_training else "inference"
-        binding.forward, _ = self._compile(
-            self._forward_source, binding, forward_passes(binding.plan, extras=extras), extras, kind, ()
+            token = model.token
+            extras += (ExtraInput("token", waiting[0].handle, 0, (1,), (1,), token.dtype, token.device),)
+        steps = forward_passes(
+            binding.plan,
+            extras=extras,
+            waits=bool(waiting),
+            hidden=hidden,
+            decompositions=self._decompositions() if hidden else {},
         )
+        kind = "forward" if self._is_training else "inference"
+        binding.forward, _ = self._compile(self._forward_source, binding, steps, extras, kind, ())
 
     def _compile_all_roles(self, binding: Binding) -> None:
         covered = binding.plan.covered
@@ -228,10 +236,11 @@ class TracedGraph:
             return variant
         assert self._backward_source is not None
         gradients = self._writes(binding) if role.write is not None else {}
-        extras: tuple[ExtraInput, ...] = ()
+        hidden = self._saved_params(binding)
+        extras = _stored_inputs(hidden, binding.models)
         if gradients:
             any_model = next(iter(binding.models.values()))
-            extras = extra_inputs(
+            extras += extra_inputs(
                 list(gradients.values()),
                 buffer_numels={
                     (handle, index): buffer.layout.numel
@@ -242,7 +251,14 @@ class TracedGraph:
                 with_token=bool(role.launches),
                 with_flag=role.write == "flagged",
             )
-        steps = backward_passes(gradients, role=role, extras=extras, fuse=self.fuse)
+        steps = backward_passes(
+            gradients,
+            role=role,
+            extras=extras,
+            fuse=self.fuse,
+            hidden=hidden,
+            decompositions=self._decompositions() if hidden else {},
+        )
         kind = f"backward_{role.name}"
         if role.launches and role.launches != binding.plan.covered:
             kind += "_" + "-".join(str(group) for _, group in role.launches)
@@ -255,6 +271,17 @@ class TracedGraph:
             binding.models[boundary.handle].boundaries[boundary.group] = boundary
         binding.backwards[role] = variant
         return variant
+
+    def _saved_params(self, binding: Binding) -> dict[str, HiddenInput]:
+        """What the backward gets of quantized parameters, by placeholder name."""
+        assert self._forward_source is not None
+        assert self._backward_source is not None
+        saved = find_saved_params(self._forward_source.graph, binding.plan)
+        inputs = {node.name for node in placeholders(self._backward_source.graph)}
+        return {name: hidden for name, hidden in saved.items() if name in inputs}
+
+    def _decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return _compat.decompositions() if self.inner_compiler == "inductor" else {}
 
     def _compile(
         self,
@@ -294,6 +321,15 @@ class TracedGraph:
         return call, boundaries
 
 
+def _stored_inputs(hidden: Mapping[str, HiddenInput], models: Mapping[int, ModelBuffers]) -> tuple[ExtraInput, ...]:
+    def stored(param: GraphParam) -> Any:
+        weights = models[param.handle].weights
+        assert weights is not None
+        return weights.stored(param.param)
+
+    return stored_inputs((entry.param for entry in hidden.values()), stored)
+
+
 def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tensor:
     model = models[extra.handle]
     if extra.kind == "token":
@@ -302,7 +338,11 @@ def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tenso
         return model.capture.flags.accumulate
     if extra.kind == "grad_data":
         return model.buffers[extra.index].grad_data
-    return model.main_grads[extra.index]
+    if extra.kind == "main_grad":
+        return model.main_grads[extra.index]
+    assert model.weights is not None
+    tensor: Tensor = getattr(model.weights.stored(extra.index), extra.kind)
+    return tensor
 
 
 def _recordable(name: str, compiled: Boxed) -> Boxed:

@@ -15,7 +15,7 @@ Raises: PassError when no input has a fake tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megabuf_fx.passes.contract import GraphPass, PassError
-from megabuf_fx.passes.graph_utils import FLAG, MAIN_GRAD, TOKEN, aten, placeholders
+from megabuf_fx.passes.graph_utils import EXTRA, FLAG, MAIN_GRAD, TOKEN, aten, placeholders
 from megabuf_fx.runtime.plan import GraphParam
 
 _NAMES = {"token": TOKEN, "flag": FLAG}
@@ -35,10 +35,11 @@ class ExtraInput:
     """A tensor that the caller appends: shape, dtype and device, and which one it is."""
 
     kind: str
-    """``main_grad``, ``grad_data`` (a whole buffer), ``flag`` (accumulate) or ``token``."""
+    """``main_grad``, ``grad_data`` (a whole buffer), ``flag`` (accumulate), ``token``, or what stores a quantized
+    parameter: a field of its format (``codes``, ``scales``, ...)."""
     handle: int
     index: int
-    """Parameter index for ``main_grad``, buffer index for ``grad_data``, 0 for the others."""
+    """Parameter index for ``main_grad`` and what stores a parameter, buffer index for ``grad_data``, otherwise 0."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -72,6 +73,15 @@ def extra_inputs(
     return (*found.values(), *numbers)
 
 
+def stored_inputs(params: Iterable[GraphParam], stored: Callable[[GraphParam], Any]) -> tuple[ExtraInput, ...]:
+    """What a graph needs that reads quantized ``params``; ``stored`` gives a parameter's tensors, a ``NamedTuple``."""
+    return tuple(
+        ExtraInput(field, param.handle, param.param, tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+        for param in dict.fromkeys(params)
+        for field, t in stored(param)._asdict().items()
+    )
+
+
 def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: Sequence[GraphParam]) -> GraphModule:
     if not extras:
         return gm
@@ -90,6 +100,7 @@ def add_buffer_inputs(gm: GraphModule, *, extras: Sequence[ExtraInput], writes: 
             anchor = graph.placeholder(name)
         with fake_mode:
             anchor.meta["val"] = torch.empty_strided(extra.shape, extra.stride, dtype=extra.dtype, device=extra.device)
+        anchor.meta[EXTRA] = extra
         if extra.kind in _NAMES:
             anchor.meta[_NAMES[extra.kind]] = True
         nodes[extra.kind, extra.handle, extra.index] = anchor

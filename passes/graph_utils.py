@@ -2,18 +2,21 @@
 
 Passes leave two marks in ``node.meta``, so that later passes and the verifier need no side table:
 
-* ``meta["megabuf_param"]``: the ``GraphParam`` of a placeholder that is a parameter (forward);
+* ``meta["megabuf_param"]``: the ``GraphParam`` of a placeholder that is a parameter, or codes or scales of one;
+* ``meta["megabuf_hidden"]``: the same of a placeholder whose memory nothing may read, as the parameter is quantized;
+* ``meta["megabuf_extra"]``: the ``ExtraInput`` of a placeholder that ``add_buffer_inputs`` has made;
 * ``meta["megabuf_main_grad"]``: the ``GraphParam`` of a node that is a ``main_grad`` (placeholder, or view of a whole
   buffer), and ``meta["megabuf_token"]``, ``meta["megabuf_flag"]`` on the placeholders of the token and of the flag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
@@ -21,6 +24,8 @@ from megabuf_fx.runtime.plan import GraphParam
 aten = torch.ops.aten
 
 PARAM = "megabuf_param"
+HIDDEN = "megabuf_hidden"
+EXTRA = "megabuf_extra"
 MAIN_GRAD = "megabuf_main_grad"
 TOKEN = "megabuf_token"
 FLAG = "megabuf_flag"
@@ -68,6 +73,32 @@ def inherit_provenance(node: Node, origin: Node) -> Node:
         if key in origin.meta and key not in node.meta:
             node.meta[key] = origin.meta[key]
     return node
+
+
+def splice(
+    gm: GraphModule,
+    function: Callable[..., Any],
+    inputs: Sequence[Node],
+    *,
+    before: Node,
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Node:
+    """Insert the ops of ``function(*inputs)``, which returns one tensor, before the node ``before``; its result.
+
+    Traced with fake tensors, so ``meta["val"]`` is right on every new node.
+    """
+    values = [node.meta["val"] for node in inputs]
+    with values[0].fake_mode:
+        traced = make_fx(function, decomposition_table=dict(decompositions))(*values)
+    copies: dict[Node, Node] = dict(zip(placeholders(traced.graph), inputs))
+    (result,) = outputs(traced.graph)
+    for node in traced.graph.nodes:
+        if node.op != "call_function":
+            continue
+        with gm.graph.inserting_before(before):
+            copies[node] = gm.graph.node_copy(node, lambda source: copies[source])
+        inherit_provenance(copies[node], before)
+    return copies[result]
 
 
 def main_grad_nodes(gm: GraphModule) -> dict[tuple[int, int], Node]:

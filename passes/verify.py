@@ -5,7 +5,9 @@ with all the destinations it writes; no write comes later; each gradient is writ
 left among the outputs; collectives share one token.
 Forward: every read of a parameter comes after exactly one wait of its group, and that wait names the parameter.
 
-Requires: main_grads_written and grad_sync (backward), or param_sync (forward).
+Both, with quantized parameters: no op reads the memory of one.
+
+Requires: main_grads_written and grad_sync (backward), or param_sync (forward); dequantized for the last.
 Ensures: the properties above hold; the graph is unchanged.
 Raises: PassError naming parameter, bucket group and node.
 """
@@ -18,7 +20,9 @@ from torch.fx import GraphModule, Node
 
 from megabuf_fx.passes.contract import GraphPass, PassError
 from megabuf_fx.passes.graph_utils import (
+    HIDDEN,
     PARAM,
+    is_view,
     outputs,
     placeholders,
     positions,
@@ -96,6 +100,21 @@ def verify_forward(gm: GraphModule) -> GraphModule:
     return gm
 
 
+def verify_hidden(gm: GraphModule) -> GraphModule:
+    for placeholder in placeholders(gm.graph):
+        param = placeholder.meta.get(HIDDEN)
+        if not isinstance(param, GraphParam):
+            continue
+        pending = [placeholder]
+        while pending:
+            for user in pending.pop().users:
+                if user.op == "call_function" and is_view(user):
+                    pending.append(user)
+                elif user.op != "output":
+                    raise PassError(HIDDEN_PARAMS.name, f"the memory of quantized '{param.name}' is read", user)
+    return gm
+
+
 def _check_token(gm: GraphModule, node: Node, name: str, key: object) -> None:
     token = token_node(gm)
     if token is None or node.args[1] is not token:
@@ -108,3 +127,4 @@ def _check_token(gm: GraphModule, node: Node, name: str, key: object) -> None:
 
 BACKWARD = GraphPass(name="verify_backward", requires=("main_grads_written", "grad_sync"))
 FORWARD = GraphPass(name="verify_forward", requires=("param_sync",))
+HIDDEN_PARAMS = GraphPass(name="verify_hidden", requires=("dequantized",))

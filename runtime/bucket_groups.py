@@ -137,7 +137,7 @@ class GradReducer:
     def grad_shard(self, bucket: Bucket) -> Tensor:
         """The gradient that this rank owns of ``bucket``."""
         buffer, comm = self.buffers[bucket.buffer], self.channels[bucket.buffer].comm
-        return buffer.shard(buffer.grad_data, bucket.index, dp_size=comm.size, dp_rank=comm.rank)
+        return buffer.grad_shard(bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
     def reduced_part(self, bucket: Bucket) -> Tensor:
         """The part of ``bucket`` that holds reduced gradients: this rank's shard, or all of it."""
@@ -228,6 +228,8 @@ class ParamGatherer:
             return
         self._start_down_to(0 if self.prefetch is None else group - self.prefetch)
         wait_gather_(self._full_params(group), self._handle, group)
+        for bucket in self.plan.groups[group].buckets:
+            self.buffers[bucket.buffer].finish_gather(bucket.index)
         self.phases[group] = ParamPhase.CURRENT
 
     def wait_all(self) -> None:
@@ -240,20 +242,17 @@ class ParamGatherer:
     def is_current(self) -> bool:
         return all(phase is ParamPhase.CURRENT for phase in self.phases)
 
-    def fill_stale(self, value: float) -> None:
-        """Overwrite what other ranks own of every stale group."""
+    def poison_stale(self) -> None:
+        """Make NaN of what other ranks own of every stale group."""
         for group, phase in zip(self.plan.groups, self.phases):
             for bucket in group.buckets if phase is ParamPhase.STALE else ():
-                own = self.param_shard(bucket)
-                kept = own.clone()
-                self._full(bucket).fill_(value)
-                own.copy_(kept)
+                comm = self.comms[bucket.buffer]
+                self.buffers[bucket.buffer].poison(bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
     def param_shard(self, bucket: Bucket) -> Tensor:
-        """The parameters that this rank owns of ``bucket``."""
-        buffer, comm = self.buffers[bucket.buffer], self.comms[bucket.buffer]
-        assert buffer.param_data is not None
-        return buffer.shard(buffer.param_data, bucket.index, dp_size=comm.size, dp_rank=comm.rank)
+        """What this rank sends of ``bucket``."""
+        comm = self.comms[bucket.buffer]
+        return self.buffers[bucket.buffer].param_shard(bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
     # Device work, called through the ops of those names.
 
@@ -272,6 +271,8 @@ class ParamGatherer:
     def _start_down_to(self, last: int) -> None:
         for group in reversed(range(max(last, 0), len(self.phases))):
             if self.phases[group] is ParamPhase.STALE:
+                for bucket in self.plan.groups[group].buckets:
+                    self.buffers[bucket.buffer].start_gather(bucket.index)
                 start_gather_(self._full_params(group), self._handle, group)
                 self.phases[group] = ParamPhase.GATHERING
 
@@ -279,6 +280,4 @@ class ParamGatherer:
         return [self._full(bucket) for bucket in self.plan.groups[group].buckets]
 
     def _full(self, bucket: Bucket) -> Tensor:
-        data = self.buffers[bucket.buffer].param_data
-        assert data is not None
-        return data[bucket.start : bucket.end]
+        return self.buffers[bucket.buffer].param_bucket(bucket.index)

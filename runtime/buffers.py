@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,20 @@ from megabuf_fx.runtime.flags import bind_main_grad, unbind_main_grad
 from megabuf_fx.runtime.layout import BufferLayout
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.shards import shard_bounds
+from megabuf_fx.runtime.shared_storage import SharedStorage
+from megabuf_fx.runtime.stored_params import StoredParams
+
+
+class Store(NamedTuple):
+    """How one buffer keeps quantized parameters."""
+
+    stored: StoredParams
+    shared: SharedStorage | None
+    """The state of ``grad_data`` where gathers go through it."""
+
+
+MakeStore = Callable[[BufferLayout, Tensor], Store]
+"""Of a layout with quantized parameters and its ``grad_data``."""
 
 
 class ParamGradBuffer:
@@ -20,6 +35,7 @@ class ParamGradBuffer:
     ``grad_data``: ``[numel]`` of ``grad_dtype``, zero at first; its padding stays zero.
     ``param_data``: ``[numel]`` of ``param_dtype``, only when sharded; then every ``param.data`` is a view of it.
     ``promoted`` are the parameters that accumulate in an fp32 tensor of their own, see [Note: fp32 local accumulation].
+    Quantized parameters (``make_store``) are no views: ``stored`` has them, and ``param_data`` is what a gather moves.
     """
 
     # [Note: fp32 local accumulation]
@@ -36,6 +52,7 @@ class ParamGradBuffer:
         device: torch.device,
         sharded: bool,
         promoted: Collection[int] = (),
+        make_store: MakeStore | None = None,
     ) -> None:
         self.layout = layout
         self.params = {index: params[index] for index in layout.params}
@@ -44,7 +61,14 @@ class ParamGradBuffer:
         # by element in memory; anything else (expanded, overlapping) becomes contiguous.
         self._strides = {i: torch.empty_like(param, device="meta").stride() for i, param in self.params.items()}
         self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
-        self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device) if sharded else None
+        self.stored: StoredParams | None = None
+        self.shared: SharedStorage | None = None
+        self.param_data: Tensor | None = None
+        if make_store is not None:
+            self.stored, self.shared = make_store(layout, self.grad_data)
+            self.param_data = self.stored.param_data
+        elif sharded:
+            self.param_data = torch.zeros(layout.numel, dtype=layout.key.param_dtype, device=device)
         self.grad_views = {index: self._view(self.grad_data, index) for index in layout.params}
         """View of ``grad_data`` of each parameter, in its shape and memory format."""
         self.promoted = tuple(index for index in layout.params if index in promoted)
@@ -54,7 +78,8 @@ class ParamGradBuffer:
         }
         """Where gradients accumulate, ``param.main_grad`` itself: the view, or an fp32 tensor of its own."""
         for index, param in self.params.items():
-            if self.param_data is not None:
+            if self.holds_params:
+                assert self.param_data is not None
                 view = self._view(self.param_data, index)
                 view.copy_(param.data)
                 param.data = view
@@ -64,10 +89,64 @@ class ParamGradBuffer:
         slot, param = self.slots[index], self.params[index]
         return data[slot.start : slot.end].as_strided(param.shape, self._strides[index])
 
-    def shard(self, data: Tensor, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
-        """The slice of ``data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""
+    @property
+    def holds_params(self) -> bool:
+        """Whether parameters are views of ``param_data``."""
+        return self.param_data is not None and self.stored is None
+
+    def grad_shard(self, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
+        """The slice of ``grad_data`` that ``dp_rank`` owns of ``bucket``: ``[bucket numel // dp_size]``."""
         start, end = shard_bounds(self.layout.buckets[bucket], dp_size, dp_rank)
-        return data[start:end]
+        return self.grad_data[start:end]
+
+    def param_shard(self, bucket: int, *, dp_size: int, dp_rank: int) -> Tensor:
+        """The slice of ``param_data`` that ``dp_rank`` owns of ``bucket``."""
+        return self._param_slice(*shard_bounds(self.layout.buckets[bucket], dp_size, dp_rank))
+
+    def param_bucket(self, bucket: int) -> Tensor:
+        """All of ``bucket`` in ``param_data``."""
+        return self._param_slice(*self.layout.buckets[bucket])
+
+    def _param_slice(self, start: int, end: int) -> Tensor:
+        """``start`` and ``end`` count elements, of which a byte of ``param_data`` may hold two."""
+        assert self.param_data is not None
+        each = self.stored.format.elements_per_byte if self.stored is not None else 1
+        return self.param_data[start // each : end // each]
+
+    # What happens to quantized parameters around a gather; for others nothing.
+
+    def stage(self) -> None:
+        """The shards of all buckets are about to be written."""
+        if self.shared is not None:
+            for bucket in range(len(self.layout.buckets)):
+                self.shared.stage(bucket)
+
+    def start_gather(self, bucket: int) -> None:
+        if self.shared is not None:
+            self.shared.gather(bucket)
+
+    def finish_gather(self, bucket: int) -> None:
+        """``param_data`` is complete."""
+        if self.stored is None:
+            return
+        if self.shared is not None:
+            self.shared.copy_out(bucket)
+        self.stored.copy_out(bucket)
+        if self.shared is not None:
+            self.shared.clear(bucket)
+            self.param_bucket(bucket).zero_()
+
+    def poison(self, bucket: int, *, dp_size: int, dp_rank: int) -> None:
+        """Make NaN of what other ranks own, or of the whole bucket where codes have no NaN, until the gather."""
+        nan: float | None = float("nan") if self.stored is None else self.stored.nan_code
+        if nan is None:
+            assert self.stored is not None
+            self.stored.poison(bucket)
+            return
+        own = self.param_shard(bucket, dp_size=dp_size, dp_rank=dp_rank)
+        kept = own.clone()
+        self.param_bucket(bucket).fill_(nan)
+        own.copy_(kept)
 
     def round_promoted(self, params: Collection[int]) -> None:
         """Put the fp32 sums of ``params`` into the buffer, as far as they have such."""
@@ -84,7 +163,7 @@ class ParamGradBuffer:
     def release(self) -> None:
         """Give every parameter storage of its own again and drop the gradient views."""
         for index, param in self.params.items():
-            if self.param_data is not None:
+            if self.holds_params:
                 param.data = param.data.clone()
             if param.grad is not None and param.grad.data_ptr() == self.main_grads[index].data_ptr():
                 param.grad = None

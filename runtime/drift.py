@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ _CHUNK = 2**20
 
 
 class DriftCheck:
-    """Compares all parameters with those of the other ranks in every ``every``-th step."""
+    """Compares all parameters with those of the other ranks in every ``every``-th step; ``values_of`` a parameter are
+    the tensors that hold its value."""
 
-    def __init__(self, plan: BucketPlan, comms: Communicators, params: Sequence[Tensor], every: int) -> None:
+    def __init__(
+        self, plan: BucketPlan, comms: Communicators, values_of: Callable[[int], Sequence[Tensor]], every: int
+    ) -> None:
         self._plan = plan
         self._comms = comms
-        self._params = params
+        self._values_of = values_of
         self._every = every
         self._steps = 0
 
@@ -47,7 +50,7 @@ class DriftCheck:
                 self._compare(self._comms.pair(is_expert=is_expert).grads, indices)
 
     def _compare(self, comm: Comm, indices: Sequence[int]) -> None:
-        digests = torch.stack([digest(self._params[index]) for index in indices])
+        digests = torch.stack([digest(*self._values_of(index)) for index in indices])
         # One maximum gives the largest and the smallest digest; they are equal exactly when all ranks have the same.
         bounds = torch.cat([digests, ~digests])
         comm.all_reduce_max(bounds).wait()
@@ -67,11 +70,14 @@ class DriftCheck:
         )
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """A number that depends on every bit of ``tensor``: 0-dim int64, the weighted sum of its elements read as integers.
+def digest(*tensors: Tensor) -> Tensor:
+    """A number that depends on every bit of ``tensors``: 0-dim int64, the weighted sum of elements read as integers.
 
     Weights are odd, so that no bit of an element is lost where the sum wraps around.
     """
+    if len(tensors) > 1:
+        return digest(torch.stack([digest(tensor) for tensor in tensors]))
+    (tensor,) = tensors
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     weights = 2 * torch.arange(min(_CHUNK, flat.numel()), device=flat.device) + 1
     sums = torch.stack([(chunk * weights[: chunk.numel()]).sum(dtype=torch.int64) for chunk in flat.split(_CHUNK)])

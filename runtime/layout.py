@@ -44,7 +44,9 @@ class ParamSpec:
     """Word embedding that another pipeline stage shares: alone in its bucket when sharded."""
     allreduce: bool = True
     """False for an expert parameter, which is reduced over its own group."""
-    quantized: Literal["fp8", "nvfp4"] | None = None
+    quantized: Literal["fp8", "mxfp8", "nvfp4"] | None = None
+    """What the storage holds: fp8 with scales per tensor or block, fp8 with MX scales, two values per byte (nvfp4),
+    or values of ``dtype`` (None)."""
     is_managed_by_layer_wise_optimizer: bool = False
 
     @property
@@ -75,11 +77,41 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """Place of a parameter in its buffer, in elements."""
+    """Place of a parameter in its buffer, in elements of the buffer."""
 
     start: int
     end: int
     bucket: int
+
+
+def check_tiling(
+    params: Sequence[int],
+    slots: Sequence[ParamSlot],
+    buckets: Sequence[tuple[int, int]],
+    unpadded: Sequence[int],
+) -> None:
+    """Check that buckets tile a buffer from 0 and that slots lie in their buckets, apart from each other.
+
+    Raises:
+        ValueError: they do not; the message names parameters or bucket.
+    """
+    if len(slots) != len(params) or len(unpadded) != len(buckets):
+        raise ValueError(f"{len(params)} params, {len(slots)} slots, {len(buckets)} buckets")
+    position = 0
+    for bucket, (start, end) in enumerate(buckets):
+        if start != position or end < start:
+            raise ValueError(f"bucket {bucket} covers [{start}, {end}) but must start at {position}")
+        position = end
+    previous: tuple[int, ParamSlot] | None = None
+    for param, slot in sorted(zip(params, slots), key=lambda item: (item[1].start, item[1].end)):
+        if not 0 <= slot.bucket < len(buckets):
+            raise ValueError(f"parameter {param} at {slot} names one of {len(buckets)} buckets that is not there")
+        start, end = buckets[slot.bucket]
+        if not start <= slot.start <= slot.end <= end:
+            raise ValueError(f"parameter {param} at {slot} leaves its bucket [{start}, {end})")
+        if previous is not None and previous[1].end > slot.start:
+            raise ValueError(f"parameter {param} at {slot} overlaps parameter {previous[0]} at {previous[1]}")
+        previous = (param, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +131,7 @@ class BufferLayout:
     """Elements of each bucket up to the end of its last parameter; gaps between parameters are included."""
 
     def __post_init__(self) -> None:
-        if len(self.slots) != len(self.params) or len(self.unpadded) != len(self.buckets):
-            raise ValueError(f"{len(self.params)} params, {len(self.slots)} slots, {len(self.buckets)} buckets")
-        position = 0
-        for bucket, (start, end) in enumerate(self.buckets):
-            if start != position or end < start:
-                raise ValueError(f"bucket {bucket} covers [{start}, {end}) but must start at {position}")
-            position = end
-        previous: tuple[int, ParamSlot] | None = None
-        for param, slot in sorted(zip(self.params, self.slots), key=lambda item: (item[1].start, item[1].end)):
-            if not 0 <= slot.bucket < len(self.buckets):
-                raise ValueError(
-                    f"parameter {param} at {slot} names one of {len(self.buckets)} buckets that is not there"
-                )
-            start, end = self.buckets[slot.bucket]
-            if not start <= slot.start <= slot.end <= end:
-                raise ValueError(f"parameter {param} at {slot} leaves its bucket [{start}, {end})")
-            if previous is not None and previous[1].end > slot.start:
-                raise ValueError(f"parameter {param} at {slot} overlaps parameter {previous[0]} at {previous[1]}")
-            previous = (param, slot)
+        check_tiling(self.params, self.slots, self.buckets, self.unpadded)
 
     @property
     def numel(self) -> int:
@@ -134,9 +148,14 @@ def pad_to_divisor(value: int, divisor: int) -> int:
     return -(-value // divisor) * divisor
 
 
-def bucket_end_divisor(dp_size: int, *, pad_for_high_busbw: bool = False) -> int:
-    """Divisor of sharded bucket ends, in elements (Megatron ``pad_bucket_end``)."""
-    return math.lcm(dp_size, BUCKET_ALIGNMENT, *([HIGH_BUSBW_ALIGNMENT] if pad_for_high_busbw else []))
+def bucket_end_divisor(dp_size: int, *, pad_for_high_busbw: bool = False, packed: bool = False) -> int:
+    """Divisor of sharded bucket ends, in elements (Megatron ``pad_bucket_end``).
+
+    With ``packed``, half a bucket divides by ``dp_size`` too (``runtime/packed_layout.py``). The divisor is Megatron's
+    unless ``dp_size`` is a multiple of 128 (of 2**16 with ``pad_for_high_busbw``); there it is twice Megatron's.
+    """
+    ranks = 2 * dp_size if packed else dp_size
+    return math.lcm(ranks, BUCKET_ALIGNMENT, *([HIGH_BUSBW_ALIGNMENT] if pad_for_high_busbw else []))
 
 
 def group_params_for_buffers(params: Sequence[ParamSpec], *, grad_reduce_in_fp32: bool) -> tuple[ParamGroup, ...]:
@@ -181,9 +200,10 @@ class LayoutPolicy:
         return cls(PARAM_ALIGNMENT, PARAM_ALIGNMENT, False)
 
     @classmethod
-    def sharded(cls, dp_size: int, *, pad_for_high_busbw: bool = False) -> LayoutPolicy:
-        """Megatron's ``DistributedOptimizer`` layout."""
-        return cls(PARAM_ALIGNMENT, bucket_end_divisor(dp_size, pad_for_high_busbw=pad_for_high_busbw), True)
+    def sharded(cls, dp_size: int, *, pad_for_high_busbw: bool = False, packed: bool = False) -> LayoutPolicy:
+        """Megatron's ``DistributedOptimizer`` layout; ``packed`` for a buffer whose storage has two values per byte."""
+        divisor = bucket_end_divisor(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
+        return cls(PARAM_ALIGNMENT, divisor, True)
 
 
 def compute_buffer_layout(

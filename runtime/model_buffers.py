@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabuf_fx.runtime.bucket_groups import GradReducer, ParamGatherer, ParamPhase
-from megabuf_fx.runtime.buffers import ParamGradBuffer, find_promoted
+from megabuf_fx.runtime.buffers import MakeStore, ParamGradBuffer, find_promoted
 from megabuf_fx.runtime.capture_state import CaptureState
 from megabuf_fx.runtime.channels import make_channel
 from megabuf_fx.runtime.drift import DriftCheck
@@ -23,9 +23,10 @@ from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
 from megabuf_fx.runtime.leaf_nodes import leaf_nodes
-from megabuf_fx.runtime.ops import all_reduce_, register_target, unregister_target
+from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.quantized_weights import QuantizedWeights
 from megabuf_fx.runtime.step_state import StepState
 from megabuf_fx.runtime.transports import Communicators
 from megabuf_fx.runtime.usage import UsedParams
@@ -35,7 +36,12 @@ class ModelBuffers:
     """Buffers of one model, in the registry that graphs refer to (a ``SyncTarget``)."""
 
     def __init__(
-        self, plan: BucketPlan, params: Sequence[nn.Parameter], comms: Communicators, options: RuntimeOptions
+        self,
+        plan: BucketPlan,
+        params: Sequence[nn.Parameter],
+        comms: Communicators,
+        options: RuntimeOptions,
+        make_store: MakeStore | None = None,
     ) -> None:
         self.handle = register_target(self)
         self.plan = plan
@@ -50,9 +56,17 @@ class ModelBuffers:
         device = params[0].device
         promoted = find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
         self.buffers = [
-            ParamGradBuffer(layout, params, device=device, sharded=plan.sharded, promoted=promoted)
+            ParamGradBuffer(
+                layout,
+                params,
+                device=device,
+                sharded=plan.sharded,
+                promoted=promoted,
+                make_store=make_store if layout.key.param_dtype == torch.uint8 else None,
+            )
             for layout in plan.layouts
         ]
+        self._shared = [buffer.shared for buffer in self.buffers if buffer.shared is not None]
         self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
         self.publishes_grad = not plan.sharded and all(
             main_grad.dtype == spec.dtype for main_grad, spec in zip(self.main_grads, plan.params)
@@ -72,6 +86,9 @@ class ModelBuffers:
             if plan.sharded
             else None
         )
+        is_quantized = any(buffer.stored is not None for buffer in self.buffers)
+        self.weights = QuantizedWeights(plan, params, self.buffers, self._reduce_amax) if is_quantized else None
+        """The quantized parameters, if there are any."""
         self.state = StepState(plan)
         self.capture = CaptureState(device)
         self.accumulate_nodes = leaf_nodes(params)
@@ -111,7 +128,7 @@ class ModelBuffers:
             else None
         )
         every = options.check_for_drift_every
-        self.drift = DriftCheck(plan, self.comms, self.params, every) if every is not None else None
+        self.drift = DriftCheck(plan, self.comms, self.values_of, every) if every is not None else None
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
@@ -130,6 +147,7 @@ class ModelBuffers:
         if self.gatherer is not None:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
+        self._claim_shared()
         for param in self.plan.groups[group].params:
             if not self.state.written[param]:
                 self.main_grads[param].zero_()
@@ -164,6 +182,12 @@ class ModelBuffers:
             self.comm.all_reduce_max(value).wait()
         else:
             self.comm.reduce_scalar(value)
+
+    def all_reduce_amax(self, amax: Tensor, *, is_expert: bool) -> None:
+        self.comms.pair(is_expert=is_expert).grads.all_reduce_max(amax).wait()
+
+    def _reduce_amax(self, amax: Tensor, is_expert: bool) -> None:
+        all_reduce_amax_(amax, self.handle, is_expert)
 
     # What wrappers of compiled graphs call.
 
@@ -291,6 +315,7 @@ class ModelBuffers:
         """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
         if self._started_in.get(group) != self._backward_id:
             self._refuse_started(group)
+        self._claim_shared()
 
     def _refuse_started(self, group: int) -> None:
         if self.reducer.is_started(group):
@@ -313,6 +338,7 @@ class ModelBuffers:
         if self.publishes_grad:
             self._notice_zeroed()
         self.sync_params()
+        self._claim_shared()
         is_later = any(self.state.written[param] for param in writes)
         for param in writes if is_later else ():
             if not self.state.written[param]:
@@ -377,9 +403,11 @@ class ModelBuffers:
 
     def check_addresses(self) -> None:
         """Raise when somebody replaced ``param.data``: the buffer would no longer see the parameter (sharded only)."""
+        if self.weights is not None:
+            self.weights.refuse_replaced()
         for index, (param, (buffer, slot)) in enumerate(zip(self.params, self.locations)):
             data = self.buffers[buffer].param_data
-            if data is not None and param.numel():
+            if data is not None and self.buffers[buffer].holds_params and param.numel():
                 expected = data.data_ptr() + slot.start * data.element_size()
                 if param.data_ptr() != expected or param.dtype != data.dtype:
                     raise RuntimeError(
@@ -460,6 +488,7 @@ class ModelBuffers:
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
         self.reducer.reset()
+        self.release_gradients()
         self._is_finished = False
         self.count_step()
         self.state.reset()
@@ -494,7 +523,7 @@ class ModelBuffers:
             return
         self.gatherer.mark_stale()
         if self.options.debug_nan_stale_params:
-            self.gatherer.fill_stale(float("nan"))
+            self.gatherer.poison_stale()
         if not self.options.overlap_param_gather:
             self.gatherer.wait_all()
             return
@@ -520,9 +549,47 @@ class ModelBuffers:
         if self.gatherer is not None:
             self.gatherer.wait_all()
 
+    # Quantized parameters, and gradients that share storage with them.
+
+    def _claim_shared(self) -> None:
+        """Gradients are about to be written: nothing else may be in their storage, on any rank."""
+        if self._shared:
+            self.sync_params()
+        for shared in self._shared:
+            shared.write_gradients()
+
+    def require_gradients(self, what: str) -> None:
+        """Raise when parameters lie where the gradients were that ``what`` is about to use."""
+        for shared in self._shared:
+            shared.read_gradients(what)
+
+    def release_gradients(self) -> None:
+        """Nobody needs the gradients of this step any more."""
+        for shared in self._shared:
+            shared.release_gradients()
+
+    def show_params(self) -> None:
+        """Make every parameter current and readable by eager code, quantized ones too, until the next step."""
+        self.sync_params()
+        if self.weights is not None:
+            self.weights.show(self.weights.indices)
+
+    def hide_params(self) -> None:
+        """Let go of what ``show_params`` made, where nobody holds it."""
+        if self.weights is not None:
+            self.weights.hide()
+
+    def values_of(self, index: int) -> Sequence[Tensor]:
+        """The tensors that hold a parameter's value, all the same on all ranks once it is current."""
+        if self.weights is not None and index in self.weights:
+            return tuple(self.weights.stored(index))
+        return (self.params[index],)
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything on the device that lives from step to step, parameters apart, by name."""
         named: dict[str, Tensor] = {"token": self.token}
+        if self.weights is not None:
+            named.update(self.weights.tensors())
         for number, buffer in enumerate(self.buffers):
             named[f"grad_data[{number}]"] = buffer.grad_data
             if buffer.param_data is not None:
@@ -541,6 +608,8 @@ class ModelBuffers:
         self.is_closed = True
         self.capture.invalidate("the model was detached")
         unregister_target(self.handle)
+        if self.weights is not None:
+            self.weights.release()
         for buffer in self.buffers:
             buffer.release()
         self.comms.close()

@@ -13,6 +13,7 @@ and the host calls
     start_gather_(Tensor(a!)[] params, int handle, int group) -> ()
     wait_gather_(Tensor(a!)[] params, int handle, int group) -> ()
     all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()
+    all_reduce_amax_(Tensor(a!) amax, int handle, bool is_expert) -> ()
 
 [Note: host ops and device ops]
 ``start_grad_sync`` and ``wait_param_sync`` are *host ops*: they look at the state of the step, decide, and issue
@@ -59,6 +60,8 @@ class DeviceTarget(SyncTarget, Protocol):
     def wait_gather(self, group: int) -> None: ...
 
     def all_reduce(self, value: Tensor, *, maximum: bool) -> None: ...
+
+    def all_reduce_amax(self, amax: Tensor, *, is_expert: bool) -> None: ...
 
 
 # The one piece of mutable module state: graphs hold plain integers, and a target lives as long as its model does.
@@ -127,6 +130,11 @@ def _wait_gather_(params: Sequence[Tensor], handle: int, group: int) -> None:
 def _all_reduce_(value: Tensor, handle: int, maximum: bool) -> None:
     """Sum over the ranks that share buckets, or elementwise maximum over all ranks; visible when it returns."""
     _device_target(handle).all_reduce(value, maximum=maximum)
+
+
+def _all_reduce_amax_(amax: Tensor, handle: int, is_expert: bool) -> None:
+    """Elementwise maximum over the ranks that share dense or expert buckets; visible when it returns."""
+    _device_target(handle).all_reduce_amax(amax, is_expert=is_expert)
 
 
 def _accumulate_wgrad_(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
@@ -205,6 +213,7 @@ wait_reduction_ = _define("wait_reduction_(Tensor(a!)[] grads, int handle, int g
 start_gather_ = _define("start_gather_(Tensor(a!)[] params, int handle, int group) -> ()", _start_gather_)
 wait_gather_ = _define("wait_gather_(Tensor(a!)[] params, int handle, int group) -> ()", _wait_gather_)
 all_reduce_ = _define("all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()", _all_reduce_)
+all_reduce_amax_ = _define("all_reduce_amax_(Tensor(a!) amax, int handle, bool is_expert) -> ()", _all_reduce_amax_)
 
 HOST_OPS: Mapping[Any, Callable[..., None]] = MappingProxyType(
     {start_grad_sync: _start_grad_sync, wait_param_sync: _wait_param_sync}

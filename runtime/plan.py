@@ -129,6 +129,7 @@ def plan_buckets(
                 sharded=sharded,
                 dense=dense,
                 pad_for_high_busbw=pad_for_high_busbw,
+                packed=any(params[index].quantized == "nvfp4" for index in group.params),
             ),
             bucket_size=bucket_size,
         )
@@ -159,9 +160,9 @@ def plan_buckets(
     )
 
 
-def _policy(dp_size: int, *, sharded: bool, dense: bool, pad_for_high_busbw: bool) -> LayoutPolicy:
+def _policy(dp_size: int, *, sharded: bool, dense: bool, pad_for_high_busbw: bool, packed: bool) -> LayoutPolicy:
     if sharded:
-        return LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw)
+        return LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
     return LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
 
 
@@ -194,6 +195,10 @@ class GraphParam:
     """First element in the buffer."""
     whole_buffer: bool
     """Its view may be misaligned, so the graph takes the whole buffer and slices it (dense layout)."""
+    dtype: torch.dtype = torch.float32
+    """Of the parameter."""
+    quantized: str | None = None
+    """Its format, when graphs read codes and scales instead of it."""
     is_hooked: bool = False
     """A hook of the user waits for its gradient, so the graph hands that out instead of writing it."""
 

@@ -142,6 +142,14 @@ def encode_scale(amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
 
 
+def scales_of(amax_of_blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Block scales (uint8, e4m3, the shape of ``amax_of_blocks``) and tensor scale (fp32 ``[]``) for fp32 amaxes."""
+    encode = encode_scale(amax)
+    scaled = amax_of_blocks * (encode * _INVERSE_E2M1_MAX)
+    block_scales = encode_fp8(torch.where(amax_of_blocks.isfinite(), scaled, torch.nan))
+    return block_scales, exact_quotient(1.0, encode)
+
+
 def quantize_nvfp4(
     x: Tensor,
     shape: BlockShape = BlockShape.ROW,
@@ -160,10 +168,7 @@ def quantize_nvfp4(
     """
     if amax_of_blocks is None:
         amax_of_blocks = block_amax(x, shape)
-    encode = encode_scale(tensor_amax(amax_of_blocks) if amax is None else amax)
-    tensor_scale = exact_quotient(1.0, encode)
-    scaled = amax_of_blocks * (encode * _INVERSE_E2M1_MAX)
-    block_scales = encode_fp8(torch.where(amax_of_blocks.isfinite(), scaled, torch.nan))
+    block_scales, tensor_scale = scales_of(amax_of_blocks, tensor_amax(amax_of_blocks) if amax is None else amax)
     scale = decode_fp8(block_scales)
     multiplier = exact_quotient(1.0, scale * tensor_scale).clamp(max=FP32_MAX)
     multiplier = torch.where(scale > 0, multiplier, 0.0)

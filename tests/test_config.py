@@ -45,6 +45,15 @@ def test_defaults() -> None:
         "gradient_accumulation_fusion": True,
         "dense_layout": False,
         "inner_compiler": "inductor",
+        "fp8_param_gather": False,
+        "fp8_recipe": "tensorwise",
+        "fp8_amax_history_len": 1,
+        "fp8_amax_compute_algo": "most_recent",
+        "fp8_margin": 0,
+        "mxfp8_scale_rule": "rceil",
+        "reuse_grad_buf_for_mxfp8_param_ag": False,
+        "fp4_param_gather": False,
+        "quantized_param_name_patterns": ("all",),
         "dump_dir": None,
     }
 
@@ -52,7 +61,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
 def test_flags_are_bools(value: Any) -> None:
     names = [name for name, field in FIELDS.items() if field.type == "bool"]
-    assert len(names) == 18
+    assert len(names) == 21
     for name in names:
         with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})
@@ -74,6 +83,7 @@ def test_sizes_are_ints_and_no_bools(name: str) -> None:
         ("num_buckets", 0, "buckets"),
         ("num_buckets", -4, "buckets"),
         ("num_distributed_optimizer_instances", 0, "instances"),
+        ("fp8_amax_history_len", 0, "steps"),
     ],
 )
 def test_sizes_are_positive(name: str, value: Any, unit: str) -> None:
@@ -81,7 +91,7 @@ def test_sizes_are_positive(name: str, value: Any, unit: str) -> None:
         MegabufConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_rank", "param_gather_prefetch"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_rank", "param_gather_prefetch", "fp8_margin"])
 def test_counts_are_not_negative(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must not be negative, got -1$"):
         MegabufConfig(**dict[str, Any]({name: -1}))
@@ -92,14 +102,46 @@ def test_patterns_are_a_tuple_of_strings() -> None:
     for value in values:
         with pytest.raises(TypeError, match="must be a tuple of str"):
             MegabufConfig(param_name_patterns_for_fp32_local_accumulation=value)
+        with pytest.raises(TypeError, match="must be a tuple of str"):
+            MegabufConfig(quantized_param_name_patterns=value)
 
 
-@pytest.mark.parametrize("name", ["inner_compiler", "dump_dir"])
+@pytest.mark.parametrize(
+    "name", ["inner_compiler", "dump_dir", "fp8_recipe", "fp8_amax_compute_algo", "mxfp8_scale_rule"]
+)
 def test_names_are_strings(name: str) -> None:
     values: list[Any] = [1, True, Path("dump"), ["aot_eager"]]
     for value in values:
         with pytest.raises(TypeError, match=rf"^{name} must be a str, got .* of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp8_recipe", "blockwise"),
+        ("fp8_amax_compute_algo", "mean"),
+        ("mxfp8_scale_rule", "RCEIL"),
+        ("fp8_recipe", None),
+    ],
+)
+def test_choices(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be one of \(.*\), got {value!r}$"):
+        MegabufConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"fp8_param_gather": True}, "fp8"),
+        ({"fp8_param_gather": True, "fp8_recipe": "delayed"}, "fp8"),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "mxfp8"),
+        ({"fp4_param_gather": True}, "nvfp4"),
+    ],
+)
+def test_format_of_quantized_weights(options: dict[str, Any], expected: str | None) -> None:
+    assert MegabufConfig(**options).quantization == expected
 
 
 @pytest.mark.parametrize("value", ["eager", "Inductor", "", None])
@@ -114,6 +156,13 @@ NEEDS: dict[str, dict[str, Any]] = {
     "overlap_param_gather_with_optimizer_step": {"overlap_param_gather": True},
     "param_gather_prefetch": {"overlap_param_gather": True},
     "debug_nan_stale_params": {"overlap_param_gather": True},
+    "fp8_recipe": {"fp8_param_gather": True},
+    "fp8_amax_history_len": {"fp8_param_gather": True, "fp8_recipe": "delayed"},
+    "fp8_amax_compute_algo": {"fp8_param_gather": True, "fp8_recipe": "delayed"},
+    "fp8_margin": {"fp8_param_gather": True, "fp8_recipe": "delayed"},
+    "mxfp8_scale_rule": {"fp8_param_gather": True, "fp8_recipe": "mxfp8"},
+    "reuse_grad_buf_for_mxfp8_param_ag": {"fp8_param_gather": True, "fp8_recipe": "mxfp8"},
+    "quantized_param_name_patterns": {"fp4_param_gather": True},
 }
 
 
@@ -157,6 +206,28 @@ NEEDS: dict[str, dict[str, Any]] = {
                 "overlap_param_gather": True,
             },
             r"align_param_gather .* overlap_param_gather_with_optimizer_step",
+        ),
+        ({"fp8_param_gather": True, "fp4_param_gather": True}, r"drop fp8_param_gather or fp4_param_gather"),
+        (
+            {"fp8_param_gather": True, "use_distributed_optimizer": False},
+            r"fp8_param_gather=True needs use_distributed_optimizer=True",
+        ),
+        (
+            {"fp4_param_gather": True, "use_distributed_optimizer": False},
+            r"fp4_param_gather=True needs use_distributed_optimizer=True",
+        ),
+        ({"fp8_recipe": "mxfp8"}, r"fp8_recipe='mxfp8' needs fp8_param_gather=True"),
+        (
+            {"quantized_param_name_patterns": ("fc*",)},
+            r"quantized_param_name_patterns=.* needs fp8_param_gather=True or",
+        ),
+        ({"fp8_amax_history_len": 16}, r"fp8_amax_history_len=16 needs .*fp8_recipe='delayed'"),
+        ({"fp8_amax_compute_algo": "max"}, r"fp8_amax_compute_algo='max' needs .*fp8_recipe='delayed'"),
+        ({"fp8_margin": 1}, r"fp8_margin=1 needs .*fp8_recipe='delayed'"),
+        ({"mxfp8_scale_rule": "floor"}, r"mxfp8_scale_rule='floor' needs .*fp8_recipe='mxfp8'"),
+        (
+            {"reuse_grad_buf_for_mxfp8_param_ag": True},
+            r"reuse_grad_buf_for_mxfp8_param_ag=True needs .*fp8_recipe='mxfp8'",
         ),
         ({"align_param_gather": True}, r"align_param_gather=True needs overlap_param_gather=True"),
         ({"param_gather_prefetch": 1}, r"param_gather_prefetch=1 needs overlap_param_gather=True"),
