@@ -141,7 +141,10 @@ def find_statics(
     statics: dict[str, Tensor] = {}
     for number, handle in enumerate(handles):
         mark = f" (model {number})" if len(handles) > 1 else ""
-        statics.update({f"parameter {name}{mark}": param for name, param in handle.model.named_parameters()})
+        for name, param in handle.model.named_parameters():
+            # The memory of a quantized parameter never changes; its codes and scales are among the buffers' tensors.
+            kind = "hidden parameter" if handle.buffers.is_quantized(param) else "parameter"
+            statics[f"{kind} {name}{mark}"] = param
         statics.update({f"buffer {name}{mark}": buffer for name, buffer in handle.model.named_buffers()})
         statics.update({f"{name}{mark}": tensor for name, tensor in handle.buffers.tensors().items()})
     for number, optimizer in enumerate(optimizers):

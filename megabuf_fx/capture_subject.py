@@ -91,7 +91,12 @@ class Subject:
 
     def changing(self) -> dict[str, Tensor]:
         """What a run changes and the next one reads. Gradients are overwritten first."""
-        constant = ("grad_data", "main_grad", *(() if self.optimizers else ("parameter", "param_data")))
+        constant = (
+            "grad_data",
+            "main_grad",
+            "hidden parameter",
+            *(() if self.optimizers else ("parameter", "param_data")),
+        )
         return {name: tensor for name, tensor in self.statics().items() if not name.startswith(constant)}
 
     def host_state(self) -> HostState:

@@ -5,6 +5,7 @@ The tensors go through ``torch.distributed.checkpoint`` (DCP) under plain names:
     model.<name>               parameters and module buffers, in their shape
     optimizer.<key>.<name>     optimizer state (exp_avg, ...) and fp32 ``master`` of 16-bit parameters, in logical 1-D
                                order; ``step`` and other scalars as they are
+    quantized.<name>.<key>     state of fp8's delayed scaling; weights themselves are saved dequantized
     rank.<rank>.<key>          what only one rank has (``rank_state``)
 
 Experts of one name are others on other ranks; their names end in ``@expert<k>``.
@@ -26,7 +27,15 @@ from torch import Tensor, nn
 import megabuf_fx._compat as _compat
 import megabuf_fx.checkpoint_files as files
 from megabuf_fx.checkpoint_files import CheckpointError
-from megabuf_fx.checkpoint_state import first_names, model_state, optimizer_state, saved_names, set_plain
+from megabuf_fx.checkpoint_state import (
+    first_names,
+    model_state,
+    optimizer_state,
+    quantized_params,
+    saved_names,
+    scaling_state,
+    set_plain,
+)
 from megabuf_fx.checkpoint_tensors import Group, dtype_of, read_tensors, write_tensors
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.handle import MegabufHandle, find_handles
@@ -170,6 +179,8 @@ class _Save:
         tensors: dict[str, Any] = {}
         for name, value in model_state(model).items():
             tensors[f"model.{rename(name)}"] = value
+        for name, scaling in scaling_state(model).items():
+            tensors.update({f"quantized.{rename(name)}.{key}": value for key, value in scaling.items()})
         state, groups = optimizer_state(model, optimizer)
         for name, entries in state.items():
             for key, value in entries.items():
@@ -230,6 +241,7 @@ class _Load:
         self._tensors: dict[str, Any] = index["tensors"]
         self._weights: dict[str, Tensor] = {}
         self._state: State = {}
+        self._scaling: dict[str, dict[str, Tensor]] = {}
         self._wanted: dict[str, Any] = {}
         self.rank_state: dict[str, Tensor] = {}
 
@@ -248,6 +260,11 @@ class _Load:
             if tensor.dtype == torch.float32 and master in self._tensors:
                 source = master
             self._weights[name] = wanted.setdefault(source, self._empty(source))
+        for name in quantized_params(self._model):
+            prefix = f"quantized.{rename(name)}."
+            keys = [full.removeprefix(prefix) for full in self._tensors if full.startswith(prefix)]
+            self._scaling[name] = {key: self._empty(prefix + key) for key in keys}
+            wanted.update({prefix + key: value for key, value in self._scaling[name].items()})
         self._state = self._wanted_state(current, rename)
         for name, entries in self._state.items():
             for key, value in entries.items():
@@ -272,12 +289,20 @@ class _Load:
 
     def apply(self) -> None:
         current = model_state(self._model)
+        quantized = quantized_params(self._model)
         for name, value in self._weights.items():
-            current[name].copy_(value.view(current[name].shape))
+            if name in quantized:
+                weights, index = quantized[name]
+                weights.load(index, value)
+                if self._optimizer is not None:
+                    # Its masters are stored next.
+                    weights.resume(index, self._scaling[name])
+            else:
+                current[name].copy_(value.view(current[name].shape))
         optimizer = self._optimizer
         if isinstance(optimizer, DistributedOptimizer):
             for name, value in self._weights.items():
-                if current[name].dtype in (torch.bfloat16, torch.float16):
+                if current[name].dtype in (torch.bfloat16, torch.float16) or name in quantized:
                     self._state.setdefault(name, {}).setdefault(MASTER, FlatShard.whole(value.float()))
             optimizer.set_state(self._state, self._index["param_groups"], is_gathered=True)
         elif optimizer is not None:
@@ -292,9 +317,10 @@ class _Load:
                 _, key, name = full.split(".", 2)
                 saved.setdefault(name, {})[key] = self._tensors[full]
         firsts = dict.fromkeys(first_names(self._model).values())
+        quantized = quantized_params(self._model)
         entries = {name: saved[rename(name)] for name in firsts if rename(name) in saved}
         for name, keys in entries.items():
-            if current[name].dtype == torch.float32:
+            if current[name].dtype == torch.float32 and name not in quantized:
                 # The weights themselves are read from it.
                 keys.pop(MASTER, None)
         if isinstance(self._optimizer, DistributedOptimizer):

@@ -13,12 +13,33 @@ from megabuf_fx.handle import find_handles
 from megabuf_fx.optimizer import DistributedOptimizer
 from megabuf_fx.optimizer_state import State, collect_plain, like, named_groups, plain_name
 from megabuf_fx.runtime.flags import is_expert
+from megabuf_fx.runtime.quantized_weights import QuantizedWeights
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by plain name; the tensors are the model's own."""
+    """Parameters and persistent buffers by plain name; the tensors are the model's own, but for quantized parameters,
+    which are dequantized."""
     state = model.state_dict()
     return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def quantized_params(model: nn.Module) -> dict[str, tuple[QuantizedWeights, int]]:
+    """Quantized parameters by plain name: what stores each, and its index there."""
+    found = {}
+    for handle in find_handles(list(model.parameters())):
+        weights = handle.buffers.weights
+        if weights is None:
+            continue
+        for name, param in model.named_parameters(remove_duplicate=False):
+            index = handle.buffers.index_of(param)
+            if index is not None and index in weights:
+                found[plain_name(name)] = (weights, index)
+    return found
+
+
+def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """What codes and scales depend on besides masters (fp8's delayed scaling), by plain name of the parameter."""
+    return {name: weights.scaling_state(index) for name, (weights, index) in quantized_params(model).items()}
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -574,6 +574,11 @@ class ModelBuffers:
         if self.weights is not None:
             self.weights.show(self.weights.indices)
 
+    def is_quantized(self, param: object) -> bool:
+        """Whether this is a quantized parameter of the model."""
+        index = self.index_of(param)
+        return self.weights is not None and index is not None and index in self.weights
+
     def hide_params(self) -> None:
         """Let go of what ``show_params`` made, where nobody holds it."""
         if self.weights is not None:

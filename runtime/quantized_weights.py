@@ -111,6 +111,14 @@ class QuantizedWeights:
         if index in self._shown:
             self._params[index].data.copy_(self._store_of[index].values(index))
 
+    def scaling_state(self, index: int) -> dict[str, Tensor]:
+        """See ``StoredParams.scaling_state``."""
+        return self._store_of[index].scaling_state(index)
+
+    def resume(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """See ``StoredParams.resume``."""
+        self._store_of[index].resume(index, state)
+
     def refuse_written(self) -> None:
         """Raise when a parameter was written in place and nobody has taken that over (``.data`` is not seen)."""
         for index in self._store_of:

@@ -7,7 +7,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,9 @@ class StoredFp8(StoredParams):
         self._recipe = delayed
         self._state = new_delayed_scale(delayed.amax_history_len if delayed else 1, (len(layout.params),), device)
         self._amax = torch.zeros(len(layout.params), device=device)
+        self._used_scale = torch.ones(len(layout.params), device=device)
+        """With which the codes were made; a delayed ``scale`` is already that of the next step."""
+        self._resumed: dict[int, Mapping[str, Tensor]] = {}
         self.stored = {index: Fp8Tensor(codes, scale_inv[index]) for index, codes in self.code_views().items()}
         self._measure = compiler(_measure)
         self._encode = compiler(_encode_)
@@ -85,10 +88,13 @@ class StoredFp8(StoredParams):
             record_amax(state, amax)
             self._update(state)
         _encode_(values.reshape(-1), scale, self.stored[param].codes.view(-1), self.dtype)
+        self._used_scale[row].copy_(scale)
         self._scale_inv[row].copy_(exact_quotient(1.0, scale))
 
     def write_shard(self, pieces: Sequence[ShardPiece], reduce_max: Callable[[Tensor], None]) -> None:
         amax, scale = self._amax.zero_(), self._state.scale
+        for index, state in self._resumed.items():
+            scale[self._rows[index]].copy_(state["used_scale"])
         for piece in pieces:
             amax[self._rows[piece.param]].copy_(self._measure(piece.values, self.dtype))
         reduce_max(amax)
@@ -98,10 +104,16 @@ class StoredFp8(StoredParams):
             scale.copy_(torch.where(is_written, scale_from_amax(amax), scale))
         for piece in pieces:
             self._encode(piece.values, scale[self._rows[piece.param]], self.codes_of(piece), self.dtype)
+        self._used_scale.copy_(torch.where(is_written, scale, self._used_scale))
         self._scale_inv.copy_(torch.where(is_written, exact_quotient(1.0, scale), self._scale_inv))
         if self._recipe is not None:
             record_amax(self._state, amax)
             self._update(self._state)
+        for index, state in self._resumed.items():
+            row = self._rows[index]
+            self._state.scale[row].copy_(state["scale"])
+            self._state.amax_history[:, row].copy_(state["amax_history"])
+        self._resumed.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -109,18 +121,23 @@ class StoredFp8(StoredParams):
             "scale": self._state.scale,
             "amax_history": self._state.amax_history,
             "amax": self._amax,
+            "used_scale": self._used_scale,
         }
 
-    def scaling_state(self) -> dict[str, Tensor]:
+    def scaling_state(self, param: int) -> dict[str, Tensor]:
         if self._recipe is None:
             return {}
-        state = {}
-        for index, row in self._rows.items():
-            name = self.specs[index].name
-            state[f"{name}.scale"] = self._state.scale[row]
-            state[f"{name}.amax_history"] = self._state.amax_history[:, row]
-            state[f"{name}.scale_inv"] = self._scale_inv[row]
-        return state
+        row = self._rows[param]
+        return {
+            "used_scale": self._used_scale[row],
+            "scale": self._state.scale[row],
+            "amax_history": self._state.amax_history[:, row].contiguous(),
+        }
+
+    def resume(self, param: int, state: Mapping[str, Tensor]) -> None:
+        fits = self._recipe is not None and state.keys() == self.scaling_state(param).keys()
+        if fits and len(state["amax_history"]) == len(self._state.amax_history):
+            self._resumed[param] = state
 
     def _update(self, state: DelayedScale) -> None:
         assert self._recipe is not None

@@ -91,9 +91,13 @@ class StoredParams(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Everything besides ``param_data`` that lives from step to step, by name."""
 
-    def scaling_state(self) -> dict[str, Tensor]:
-        """What the next ``write_shard`` depends on besides masters, by parameter and name; saved in checkpoints."""
+    def scaling_state(self, param: int) -> dict[str, Tensor]:
+        """What the stored form of a parameter depends on besides its master, by name; saved in checkpoints."""
         return {}
+
+    def resume(self, param: int, state: Mapping[str, Tensor]) -> None:
+        """Have the next ``write_shard`` store a parameter as it was when ``scaling_state`` gave this ``state``."""
+        return
 
     def values(self, param: int) -> Tensor:
         """The values of a parameter as forward sees them, in its shape and dtype."""
