@@ -97,6 +97,8 @@ class Captured:
                 self._refuse(f"'{path}' is another tensor than when it was captured")
 
     def _check_memory(self) -> None:
+        for handle in self._subject.handles:
+            handle.buffers.hide_params()
         for handle, epoch in zip(self._subject.handles, self._epochs):
             if handle.buffers.capture.epoch != epoch:
                 self._refuse(handle.buffers.capture.reason)
@@ -155,8 +157,6 @@ class CapturedStep(Captured):
                 update was left out.
         """
         subject = self._subject
-        for handle in subject.handles:
-            handle.buffers.hide_params()
         self._check_memory()
         self._check_model()
         for handle, gathers in zip(subject.handles, self._gathers):

@@ -75,7 +75,7 @@ def capture_micro_batch(
         written[:] = [index for index, is_written in enumerate(owner.buffers.state.written) if is_written]
         owner.zero_grad()
 
-    owner.sync_params()
+    owner.buffers.sync_params()
     owner.zero_grad()
     subject = Subject(run, example_batch, [], [owner], dict(external or {}), reset)
     graph, outputs, begin = capture(subject, warmup=warmup, is_micro_batch=True)

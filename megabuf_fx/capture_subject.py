@@ -140,6 +140,8 @@ def capture(
     """Warm up, check and capture, then undo what that changed: the graph, its outputs, the host's state before it."""
     if warmup < 2:
         raise ValueError(f"warmup must be at least 2, got {warmup}")
+    for handle in subject.handles:
+        handle.buffers.hide_params()
     snapshot = Snapshot(subject.changing(), subject.device)
     try:
         with subject.side_stream():
