@@ -443,3 +443,18 @@ def _is_same(left: object, right: object) -> bool:
         return bool(left == right)
     except Exception:
         return False
+
+
+# A process group without processes, for planning.
+
+
+@contextlib.contextmanager
+def fake_process_group(*, world_size: int, rank: int) -> Iterator[None]:
+    """Make the default process group one of ``world_size`` ranks that exist in name only, of which this is ``rank``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -16,13 +16,13 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.checks import check_groups, check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.handle import MegabufHandle, live_handles
+from megabuf_fx.planning import plan_model
 from megabuf_fx.quantization import mark_quantized, store_maker
 from megabuf_fx.runtime.collectives import Comm
 from megabuf_fx.runtime.flags import spec_of
-from megabuf_fx.runtime.layout import ParamSpec, resolve_bucket_size
+from megabuf_fx.runtime.layout import ParamSpec
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.options import RuntimeOptions
-from megabuf_fx.runtime.plan import BucketPlan, plan_buckets
 from megabuf_fx.runtime.transports import CommPair, Communicators, make_comm_pair
 
 log = logging.getLogger("megabuf_fx.attach")
@@ -82,7 +82,12 @@ def attach(
         for tensor in [*model.parameters(), *model.buffers()]:
             is_expert = comms.expert is not None and not getattr(tensor, "allreduce", True)
             comms.pair(is_expert=is_expert).params.broadcast(tensor.detach())
-    plan = _plan(config, specs, comms)
+    plan = plan_model(
+        config,
+        specs,
+        dp_size=comms.full_size(is_expert=False),
+        expert_dp_size=comms.full_size(is_expert=True) if comms.expert is not None else None,
+    )
     if not plan.sharded:
         # Nothing is gathered; they have served the broadcast.
         comms.close_params()
@@ -118,30 +123,6 @@ def _make_communicators(
         return Communicators(dense, None, instances)
     expert = make_comm_pair(expert_group, name="megabuf_expert", timeout=timeout, instances=instances)
     return Communicators(dense, expert, instances)
-
-
-def _plan(config: MegabufConfig, specs: Sequence[ParamSpec], comms: Communicators) -> BucketPlan:
-    bucket_size = resolve_bucket_size(
-        bucket_size=config.bucket_size,
-        num_buckets=config.num_buckets,
-        numel=sum(spec.numel for spec in specs),
-        dp_size=comms.full_size(is_expert=False),
-        overlap_grad_reduce=config.overlap_grad_reduce,
-    )
-    if config.disable_bucketing or config.pipeline_parallel_rank > 0:
-        bucket_size = None
-    return plan_buckets(
-        specs,
-        dp_size=comms.dense.grads.size,
-        expert_dp_size=comms.expert.grads.size if comms.expert is not None else None,
-        sharded=config.use_distributed_optimizer,
-        bucket_size=bucket_size,
-        grad_reduce_in_fp32=config.grad_reduce_in_fp32,
-        dense=config.dense_layout,
-        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
-        force_single_bucket_group=config.disable_bucketing,
-        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
-    )
 
 
 def _resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

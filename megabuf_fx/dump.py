@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: ``models`` lists the parameters in definition order."""
 
 
 class GraphDump:

@@ -53,22 +53,46 @@ def _source_line(node: Node) -> str:
 
 
 def bucket_table(plan: BucketPlan, boundaries: Mapping[int, Boundary]) -> str:
-    """One row per bucket. ``boundaries`` maps bucket group to where its reduction starts inside a compiled graph;
+    """One row per bucket group. ``boundaries`` maps bucket group to where its reduction starts inside a compiled graph;
     groups without one are started by the host."""
-    collective = "reduce_scatter" if plan.sharded else "all_reduce"
     rows = []
-    for index, group in enumerate(plan.groups):
-        names = [plan.params[param].name for param in group.params]
-        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-        elements = sum(plan.params[param].numel for param in group.params)
-        padding = sum(bucket.numel for bucket in group.buckets) - elements
-        key = plan.layouts[group.buckets[0].buffer].key
-        dtype = str(key.grad_dtype).removeprefix("torch.")
+    for index in range(len(plan.groups)):
         boundary = boundaries.get(index)
         trigger = f"{boundary.trigger} [{boundary.trigger_op}]" if boundary else "host, after backward"
-        rows.append((index, shown, elements, padding, trigger, f"{collective} {dtype}"))
-    headers = ("bucket", "parameters", "elements", "padding", "trigger node", "collective")
+        rows.append((*_group_cells(plan, index), trigger, _collective_of(plan, index)))
+    headers = (*_GROUP_HEADERS, "trigger node", "collective")
     return str(tabulate(rows, headers=headers, tablefmt="simple", intfmt=","))
+
+
+def planned_bucket_table(plan: BucketPlan) -> str:
+    """One row per bucket group of a plan that nothing was compiled for. *shard* is what one rank owns, in elements;
+    *bytes* is the size of the reduction's input."""
+    rows = []
+    for index, group in enumerate(plan.groups):
+        numel = sum(bucket.numel for bucket in group.buckets)
+        keys = [plan.layouts[bucket.buffer].key for bucket in group.buckets]
+        nbytes = sum(bucket.numel * key.grad_dtype.itemsize for bucket, key in zip(group.buckets, keys))
+        shard = numel // plan.dp_size_of(keys[0]) if plan.sharded else numel
+        buffers = ", ".join(str(bucket.buffer) for bucket in group.buckets)
+        rows.append((*_group_cells(plan, index), buffers, shard, nbytes, _collective_of(plan, index)))
+    headers = (*_GROUP_HEADERS, "buffer", "shard", "bytes", "collective")
+    return str(tabulate(rows, headers=headers, tablefmt="simple", intfmt=",", disable_numparse=[4]))
+
+
+_GROUP_HEADERS = ("bucket", "parameters", "elements", "padding")
+
+
+def _group_cells(plan: BucketPlan, index: int) -> tuple[int, str, int, int]:
+    group = plan.groups[index]
+    names = [plan.params[param].name for param in group.params]
+    shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+    elements = sum(plan.params[param].numel for param in group.params)
+    return index, shown, elements, sum(bucket.numel for bucket in group.buckets) - elements
+
+
+def _collective_of(plan: BucketPlan, index: int) -> str:
+    key = plan.layouts[plan.groups[index].buckets[0].buffer].key
+    return f"{'reduce_scatter' if plan.sharded else 'all_reduce'} {_plain(key.grad_dtype)}"
 
 
 def plan_as_json(plan: BucketPlan) -> dict[str, Any]:
@@ -77,6 +101,7 @@ def plan_as_json(plan: BucketPlan) -> dict[str, Any]:
         "digest": plan.digest,
         "dp_size": plan.dp_size,
         "sharded": plan.sharded,
+        "params": [{name: _plain(value) for name, value in dataclasses.asdict(spec).items()} for spec in plan.params],
         "buffers": [
             {
                 **{key: _plain(value) for key, value in dataclasses.asdict(layout.key).items()},
@@ -108,4 +133,7 @@ def boundaries_as_json(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:
 
 
 def _plain(value: object) -> object:
+    """As JSON has it."""
+    if isinstance(value, tuple):
+        return list(value)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

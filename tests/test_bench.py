@@ -12,6 +12,17 @@ import pytest
 BENCH = Path(__file__).parent / "bench"
 
 
+def test_plan_bench(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "plan_bench.py"), "--rounds", "1", "--case", "plan gpt2 --dp 8"]
+    result = subprocess.run(
+        [*command, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    (samples,) = json.loads((tmp_path / "found.json").read_text()).values()
+    assert len(samples) == 1
+    assert "megabuf plan gpt2 --dp 8" in result.stdout
+
+
 @pytest.mark.dist
 def test_checkpoint_bench(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--layers", "1", "--n-embd", "32", "--heads", "2", "--context", "16"]

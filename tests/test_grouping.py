@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,9 +146,7 @@ class Planned(NamedTuple):
 
 def attach(model: nn.Module, config: mb.MegabufConfig) -> Planned:
     has_experts = any(not getattr(param, "allreduce", True) for param in model.parameters())
-    # The package has a function of the module's name.
-    attach_module = importlib.import_module("megabuf_fx.attach")
-    with mock.patch.object(attach_module, "plan_buckets", wraps=plan_buckets) as spy:
+    with mock.patch("megabuf_fx.planning.plan_buckets", wraps=plan_buckets) as spy:
         buf = mb.attach(model, config, expert_process_group=dist.group.WORLD if has_experts else None)
     is_dense = [buf.plan.params[group.params[0]].allreduce for group in buf.plan.groups]
     buf.detach()
@@ -212,7 +209,7 @@ REFUSALS: dict[str, Refusal] = {
         "every gradient is accumulated in fp32 already",
     ),
     "reuse_grad_buf_for_mxfp8_param_ag=True": Refusal(
-        {"reuse_grad_buf_for_mxfp8_param_ag": True}, "unknown option 'reuse_grad_buf_for_mxfp8_param_ag'"
+        {"reuse_grad_buf_for_mxfp8_param_ag": True}, "needs fp8_param_gather=True with fp8_recipe='mxfp8'"
     ),
     "overlap_param_gather=True without use_distributed_optimizer (config only)": Refusal(
         {"overlap_param_gather": True, "use_distributed_optimizer": False},

@@ -1,0 +1,1 @@
+"""The command line ``megabuf``. Only this room prints."""
