@@ -25,9 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import megabuf_fx._compat as _compat
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
-from megabuf_fx.runtime.flags import StepFlags
+from megabuf_fx.runtime.flags import StepFlags, is_expert
 from megabuf_fx.runtime.leaf_nodes import renew_leaf_nodes
 from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.offload import Kind
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import BucketPlan
 
@@ -132,6 +133,77 @@ class MegabufHandle:
             self.sync_params()
         elif self.buffers.gatherer is not None:
             self.buffers.gatherer.start_all()
+
+    def offload_grad_buffers(self, *, synchronize: bool = True, empty_cache: bool = True) -> int:
+        """Give back the memory of all gradients, and drop them; bytes given back, 0 if that was done before.
+
+        Every view and compiled graph is valid again after ``restore_grad_buffers``; forwards without backward may run
+        meanwhile. Captured steps must be captured again. ``synchronize`` waits for the device first, ``empty_cache``
+        gives torch's cache back to the driver, both on a GPU only. Every rank must call it.
+        """
+        self._check_usable()
+        self.buffers.drop_gradients()
+        return self._offload("gradients", "gradient buffers were offloaded", synchronize, empty_cache)
+
+    def restore_grad_buffers(self) -> None:
+        """Rebuild what ``offload_grad_buffers`` gave back; gradients are zero. Harmless where nothing is away."""
+        self._check_usable()
+        self.buffers.offload.restore("gradients")
+
+    def offload_param_buffers(self, *, synchronize: bool = True, empty_cache: bool = True) -> int:
+        """Move the parameters that lie in buffers to host memory (pinned, with a GPU); bytes given back.
+
+        Masters of 16-bit parameters and optimizer state stay. Every rank must call it.
+
+        Raises:
+            ValueError: without the distributed optimizer parameters are in no buffer.
+        """
+        self._check_usable()
+        if not self.plan.sharded:
+            raise ValueError("parameters are in no buffer (use_distributed_optimizer=False), so none can be offloaded")
+        self.buffers.sync_params()
+        self.buffers.hide_params()
+        return self._offload("parameters", "parameter buffers were offloaded", synchronize, empty_cache)
+
+    def restore_param_buffers(self) -> None:
+        """Move parameters back. Harmless where nothing is away."""
+        self._check_usable()
+        self.buffers.offload.restore("parameters")
+
+    def _offload(self, kind: Kind, reason: str, synchronize: bool, empty_cache: bool) -> int:
+        device = self.buffers.token.device
+        if synchronize and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if not self.buffers.offload.offload(kind):
+            return 0
+        self.buffers.capture.invalidate(reason)
+        if empty_cache and device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.buffers.offload.nbytes(kind)
+
+    def broadcast_params(self) -> None:
+        """Overwrite all parameters, frozen ones too, with those of the group's first rank; experts within their group
+        (Megatron ``broadcast_params``). fp32 masters of 16-bit parameters do not follow: call
+        ``opt.reload_model_params()``. Every rank must call it."""
+        self._check_usable()
+        self.buffers.require_params("parameters are broadcast")
+        self.buffers.sync_params()
+        self.buffers.hide_params()
+        for param in self.model.parameters():
+            index = self.buffers.index_of(param)
+            comm = self.buffers.comms.pair(is_expert=self.buffers.comms.expert is not None and is_expert(param)).grads
+            for tensor in self.buffers.values_of(index) if index is not None else (param,):
+                comm.broadcast(tensor.detach())
+
+    def zero_grad_buffer(self) -> None:
+        """``zero_grad``, and zero all of ``grad_data``, padding included (Megatron). Only for code of yours that reads
+        ``main_grad`` of parameters without gradient: nothing here needs zeros."""
+        self.buffers.require_gradients("gradient buffers are zeroed")
+        self.zero_grad()
+        for buffer in self.buffers.buffers:
+            buffer.grad_data.zero_()
+            for index in buffer.promoted:
+                buffer.main_grads[index].zero_()
 
     def zero_grad(self) -> None:
         """Begin a new step: the next gradients overwrite. Nothing is zeroed."""
@@ -364,6 +436,7 @@ def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
 def _state_dict_hook(handle: MegabufHandle, own: nn.Module) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if module is own and not handle.buffers.is_closed:
+            handle.buffers.require_params("state_dict reads parameters")
             handle.buffers.sync_params()
 
     return hook

@@ -162,8 +162,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._synchronize()
         buffers = self.handle.buffers
+        buffers.require_params("the optimizer updates parameters")
+        self._synchronize()
         buffers.sync_params()
         buffers.check_addresses()
         check_params(buffers, self.runs)

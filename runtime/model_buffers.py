@@ -23,6 +23,7 @@ from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
 from megabuf_fx.runtime.leaf_nodes import leaf_nodes
+from megabuf_fx.runtime.offload import Offload
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
@@ -89,6 +90,8 @@ class ModelBuffers:
         is_quantized = any(buffer.stored is not None for buffer in self.buffers)
         self.weights = QuantizedWeights(plan, params, self.buffers, self._reduce_amax) if is_quantized else None
         """The quantized parameters, if there are any."""
+        self.offload = Offload(self._gradient_memory(), self._parameter_memory())
+        """What of this memory is away."""
         self.state = StepState(plan)
         self.capture = CaptureState(device)
         self.accumulate_nodes = leaf_nodes(params)
@@ -144,6 +147,7 @@ class ModelBuffers:
         if self._writer is not None and self._writer != torch.cuda.current_stream(self.token.device):
             # Autograd synchronizes streams for gradients that it sees, and it sees none of a graph's.
             torch.cuda.current_stream(self.token.device).wait_stream(self._writer)
+        self.offload.require("gradients", "gradients are reduced")
         if self.gatherer is not None:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
@@ -207,6 +211,7 @@ class ModelBuffers:
             raise RuntimeError(
                 "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
             )
+        self.offload.require("parameters", "a forward runs")
         if self.token.is_cuda and not self.capture.is_active and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph of this model is being captured by other means; use megabuf_fx.capture_step or "
@@ -315,6 +320,7 @@ class ModelBuffers:
         """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
         if self._started_in.get(group) != self._backward_id:
             self._refuse_started(group)
+        self.offload.require("gradients", "a backward writes gradients")
         self._claim_shared()
 
     def _refuse_started(self, group: int) -> None:
@@ -338,6 +344,7 @@ class ModelBuffers:
         if self.publishes_grad:
             self._notice_zeroed()
         self.sync_params()
+        self.offload.require("gradients", "a captured micro-batch writes gradients")
         self._claim_shared()
         is_later = any(self.state.written[param] for param in writes)
         for param in writes if is_later else ():
@@ -559,7 +566,8 @@ class ModelBuffers:
             shared.write_gradients()
 
     def require_gradients(self, what: str) -> None:
-        """Raise when parameters lie where the gradients were that ``what`` is about to use."""
+        """Raise when the gradients that ``what`` is about to use are away, or parameters lie where they were."""
+        self.offload.require("gradients", what)
         for shared in self._shared:
             shared.read_gradients(what)
 
@@ -570,9 +578,31 @@ class ModelBuffers:
 
     def show_params(self) -> None:
         """Make every parameter current and readable by eager code, quantized ones too, until the next step."""
+        self.require_params("parameters are read")
         self.sync_params()
         if self.weights is not None:
             self.weights.show(self.weights.indices)
+
+    def require_params(self, what: str) -> None:
+        """Raise when the parameters that ``what`` is about to use are away."""
+        self.offload.require("parameters", what)
+
+    def drop_gradients(self) -> None:
+        """Let go of all gradients of this step and of everything that holds them."""
+        if self._shared:
+            self.sync_params()
+        self.reset()
+        for param in self.params:
+            param.grad = None
+
+    def _gradient_memory(self) -> list[Tensor]:
+        sums = [buffer.main_grads[param] for buffer in self.buffers for param in buffer.promoted]
+        return [*(buffer.grad_data for buffer in self.buffers), *sums]
+
+    def _parameter_memory(self) -> list[Tensor]:
+        """Parameters in buffers; what gathers use up lies with the gradients where storage is shared."""
+        data = [b.param_data for b in self.buffers if b.param_data is not None and b.shared is None]
+        return [*data, *(self.weights.tensors().values() if self.weights is not None else ())]
 
     def is_quantized(self, param: object) -> bool:
         """Whether this is a quantized parameter of the model."""
@@ -608,6 +638,7 @@ class ModelBuffers:
 
     def close(self) -> None:
         """Drain, give parameters their own storage back, leave the registry and destroy the communicators."""
+        self.offload.restore("parameters")
         self.sync_params()
         self.reducer.reset()
         self.is_closed = True

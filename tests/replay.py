@@ -129,7 +129,7 @@ class Replay:
             for slot in buffer.layout.slots:
                 mask[slot.start : slot.end] = False
             is_padding.append(mask.tolist())
-        values = [buffer.grad_data.tolist() for buffer in buffers]
+        values = [b.grad_data.tolist() if b.grad_data.untyped_storage().nbytes() else [] for b in buffers]
         phases = None
         if not self.buf.buffers.publishes_grad:
             phases = [phase.value for phase in self.buf.buffers.reducer.phases]

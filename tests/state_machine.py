@@ -240,8 +240,22 @@ def fp32_local_accumulation(new: New) -> Replay:
 
 def offload_restore(new: New) -> Replay:
     r = new()
-    r.absent("offloaded storage elements", "offload_grad_buffers")
-    r.absent("restored", "restore_grad_buffers")
+    (buffer,) = r.buf.buffers.buffers
+
+    def away() -> list[Any]:
+        return [buffer.grad_data.untyped_storage().nbytes(), buffer.layout.numel]
+
+    def back() -> list[Any]:
+        begin = buffer.grad_data.data_ptr()
+        inside = all(
+            p.main_grad.data_ptr() == begin + 4 * buffer.slots[index].start  # type: ignore[attr-defined]
+            for index, p in buffer.params.items()
+        )
+        is_shaped = all(p.main_grad.shape == p.shape for p in r.model.parameters())
+        return [buffer.grad_data.untyped_storage().nbytes(), inside, is_shaped]
+
+    r.step("offloaded storage elements", r.buf.offload_grad_buffers, rest=away)
+    r.step("restored", r.buf.restore_grad_buffers, rest=back)
     return r
 
 

@@ -234,7 +234,11 @@ ROWS = [
         "one form only: by parameter, in logical order",
     ),
     Row("dist_checkpointing/test_layer_wise_optimizer.py", "every behaviour", why=LAYER_WISE),
-    Row("rl/test_rl_utils.py", "gradient buffers offloaded and restored", why="offloading is not there yet"),
+    Row(
+        "rl/test_rl_utils.py",
+        "gradient buffers offloaded and restored",
+        ("test_offload.py::test_numbers_are_those_without", "test_state_machine.py::test_scenario"),
+    ),
     Row(
         "test_utils.py",
         "norms over shards, dense and expert",

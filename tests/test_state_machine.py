@@ -57,7 +57,6 @@ UNUSED = "unused parameters are fine; they keep .grad = None and the optimizer l
 NO_HOOK_SWITCH = "waits are always there and cost nothing while parameters are current"
 STALE_ONLY = "only stale parameters are gathered; after a step without overlap, or without any step, none are"
 FUSED = "nothing is zeroed, so a kernel that adds by itself would add to an old gradient: refused by name"
-OFFLOAD = "not available yet"
 
 EACH = (2, 8, 4, 12)
 """Elements of every parameter's bucket, from the head of the model."""
@@ -116,8 +115,6 @@ ROWS = [
         "RuntimeError: found NaN or Inf in local gradients before their reduction: 'l2.bias' (bucket 0, NaN, ",
         reduced(26),
     ),
-    Row("offload_restore", "offloaded storage elements", OFFLOAD, NO_CALL),
-    Row("offload_restore", "restored", OFFLOAD, NO_CALL),
     Row(
         "fp32_accumulation_flag_leaks_process_wide",
         "module-level reduce-scatter replaced",
