@@ -19,7 +19,8 @@ from megabuf_fx.handle import MegabufHandle, live_handles
 from megabuf_fx.planning import plan_model
 from megabuf_fx.quantization import mark_quantized, store_maker
 from megabuf_fx.runtime.collectives import Comm
-from megabuf_fx.runtime.flags import spec_of
+from megabuf_fx.runtime.flags import is_embedding_or_output, spec_of
+from megabuf_fx.runtime.layerwise_layout import tag_layer_wise
 from megabuf_fx.runtime.layout import ParamSpec
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.options import RuntimeOptions
@@ -65,7 +66,10 @@ def attach(
     specs: list[ParamSpec] = []
     try:
         check_model(model, named, [handle.buffers for handle in live_handles()])
-        specs = mark_quantized(model, [spec_of(name, param) for name, param in named], config)
+        specs = [spec_of(name, param) for name, param in named]
+        if config.layer_wise_optimizer:
+            specs = _mark_layer_wise(model, named, specs)
+        specs = mark_quantized(model, specs, config)
         check_groups(specs, config, group, expert_group)
     except (ValueError, NotImplementedError) as caught:
         # A rank whose model is refused tells the others first, so that none of them waits.
@@ -88,7 +92,7 @@ def attach(
         dp_size=comms.full_size(is_expert=False),
         expert_dp_size=comms.full_size(is_expert=True) if comms.expert is not None else None,
     )
-    if not plan.sharded:
+    if not plan.is_gathered:
         # Nothing is gathered; they have served the broadcast.
         comms.close_params()
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RuntimeOptions)}
@@ -96,6 +100,25 @@ def attach(
     buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options), make_store)
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group, _expert_rank(comms.dense.grads, expert_group))
+
+
+def _mark_layer_wise(
+    model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], specs: Sequence[ParamSpec]
+) -> list[ParamSpec]:
+    embeddings = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for param in module.parameters(recurse=False)
+    }
+    excluded = {name for name, param in named if id(param) in embeddings or is_embedding_or_output(param)}
+    marked = tag_layer_wise(specs, embedding_or_output=excluded)
+    # What the user says of a parameter counts more than the rule.
+    said = [getattr(param, "is_managed_by_layer_wise_optimizer", None) for _, param in named]
+    return [
+        spec if value is None else dataclasses.replace(spec, is_managed_by_layer_wise_optimizer=bool(value))
+        for spec, value in zip(marked, said)
+    ]
 
 
 def _expert_rank(comm: Comm, expert_group: dist.ProcessGroup | None) -> int | None:

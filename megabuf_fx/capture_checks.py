@@ -16,6 +16,7 @@ from torch import Tensor
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.handle import MegabufHandle
+from megabuf_fx.mixed_optimizer import MixedOptimizer
 from megabuf_fx.optimizer import DistributedOptimizer
 
 _REMEDIES = {
@@ -170,8 +171,8 @@ def refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[
         ValueError: the message says which option is missing.
     """
     for optimizer in optimizers:
-        inner = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
-        name = type(inner).__name__
+        inner: Any = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
+        name = inner.name if isinstance(inner, MixedOptimizer) else type(inner).__name__
         is_fused = all(bool(group.get("fused")) for group in inner.param_groups)
         if not is_fused and not all(bool(group.get("capturable")) for group in inner.param_groups):
             raise ValueError(

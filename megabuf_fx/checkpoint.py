@@ -39,6 +39,7 @@ from megabuf_fx.checkpoint_state import (
 from megabuf_fx.checkpoint_tensors import Group, dtype_of, read_tensors, write_tensors
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.mixed_optimizer import MixedOptimizer
 from megabuf_fx.optimizer import DistributedOptimizer
 from megabuf_fx.optimizer_state import MASTER, State, named_groups
 from megabuf_fx.runtime.collectives import ADVICE, CollectiveError
@@ -383,7 +384,8 @@ class _Load:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
+    inner = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
+    return inner.name if isinstance(inner, MixedOptimizer) else type(inner).__name__
 
 
 def _group_of(model: nn.Module) -> Group:

@@ -108,6 +108,11 @@ class MegabufConfig:
     because views in it can be misaligned, and identical layers no longer share kernels."""
     inner_compiler: Literal["inductor", "aot_eager"] = "inductor"
     """What compiles the rewritten graphs; ``aot_eager`` runs them op by op, bitwise comparable with eager."""
+    layer_wise_optimizer: bool = False
+    """Lay matrices out whole, each within the shard of one rank, for optimizers that need that (Muon); embeddings and
+    output layers (``is_embedding_or_output_parameter`` on the parameter) and vectors are sharded as always. Without
+    the distributed optimizer gradients are all-reduced, every parameter has an owner, and updated parameters are
+    gathered through the gradients' storage."""
     fp8_param_gather: bool = False
     """Keep the weights of linear layers as fp8 codes and scales, made from fp32 masters in ``step``, and gather bytes.
     Forward and backward dequantize them to the parameter's dtype (Megatron ``fp8_param_gather``)."""
@@ -167,6 +172,8 @@ class MegabufConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in _NEED_DISTRIBUTED_OPTIMIZER:
+            if name == "overlap_param_gather" and self.layer_wise_optimizer:
+                continue
             if self._is_set(name) and not self.use_distributed_optimizer:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs use_distributed_optimizer=True (shards)")
         if self.overlap_param_gather and not self.overlap_grad_reduce:

@@ -21,12 +21,12 @@ def total_norm(buffers: ModelBuffers, runs: Sequence[Run], norm_type: float) -> 
     Expert gradients count once for each set of experts.
     """
     is_expert = [layout.key.is_expert_parallel for layout in buffers.plan.layouts]
-    dense = _local_norm(buffers, [run.grad for run in runs if not is_expert[run.buffer]], norm_type)
-    expert = _local_norm(buffers, [run.grad for run in runs if is_expert[run.buffer]], norm_type)
+    dense = _local_norm(buffers, [run.flat_grad for run in runs if not is_expert[run.buffer]], norm_type)
+    expert = _local_norm(buffers, [run.flat_grad for run in runs if is_expert[run.buffer]], norm_type)
     if norm_type == float("inf"):
         return _all_reduce(buffers, torch.maximum(dense, expert), maximum=True)
     dense, expert = dense.pow(norm_type), expert.pow(norm_type)
-    if buffers.plan.sharded:
+    if buffers.plan.is_gathered:
         return _all_reduce(buffers, dense + expert, maximum=False).pow(1.0 / norm_type)
     if any(is_expert):
         # Every rank has all of its gradients; the same experts are on as many ranks as share them.
@@ -48,7 +48,7 @@ def not_finite(buffers: ModelBuffers, runs: Sequence[Run]) -> list[str]:
     mine = [
         params[param].name
         for run in runs
-        for (param, _), grad in zip(run.pieces, run.grad.split([numel for _, numel in run.pieces]))
+        for (param, _), grad in zip(run.pieces, run.flat_grad.split([numel for _, numel in run.pieces]))
         if not bool(grad.isfinite().all())
     ]
     answers = buffers.comm.all_gather_object(mine)

@@ -225,6 +225,11 @@ class MegabufHandle:
         values until the next ``step``. Every rank must call it."""
         self.buffers.show_params()
 
+    def layer_wise_params(self) -> list[nn.Parameter]:
+        """The parameters that are whole on one rank, for optimizers that need that (``layer_wise_optimizer=True``)."""
+        pairs = zip(self.plan.params, self.buffers.params)
+        return [param for spec, param in pairs if spec.is_managed_by_layer_wise_optimizer]
+
     def bucket_table(self) -> str:
         """A table of buckets; trigger nodes are known once a synchronizing backward was compiled."""
         return bucket_table(self.plan, self.buffers.boundaries)

@@ -17,6 +17,7 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.grad_norm import found_inf, not_finite, scale_grads, total_norm
 from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.mixed_optimizer import MixedOptimizer
 from megabuf_fx.optimizer_state import (
     MASTER,
     State,
@@ -34,7 +35,10 @@ from megabuf_fx.scaler_probe import ScalerProbe
 
 log = logging.getLogger("megabuf_fx.optimizer")
 
-_NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+_WHOLE_PARAMETERS = ("Muon", "Adafactor")
+"""These need parameters that no shard cuts."""
+_NEVER = ("LBFGS", "SparseAdam")
+"""One looks at all parameters together, the other at sparse gradients."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -48,14 +52,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameters fp32 masters, and works where gradients have another dtype than their parameters.
 
     Args:
-        params: parameters or param groups of an attached model.
-        optimizer_class: an elementwise ``torch.optim`` class (AdamW, Adam, SGD, ...).
+        params: parameters or param groups of an attached model. A group may name its ``optimizer_class``, then its
+            other entries are that class's hyper-parameters.
+        optimizer_class: of all other groups: an elementwise ``torch.optim`` class (AdamW, Adam, SGD, ...). One that
+            looks at whole matrices (Muon) takes ``buf.layer_wise_params()`` of a model attached with
+            ``layer_wise_optimizer=True``.
         max_skipped_steps: skip steps whose gradients hold NaN or Inf on any rank, on all ranks together; so many in a
             row are an error. None does not look; looking costs a pass over the gradients and waits for the device.
         defaults: keyword arguments of ``optimizer_class``.
 
     Raises:
-        ValueError: parameters that are not attached, or of several models; an optimizer that is not elementwise.
+        ValueError: parameters that are not attached, or of several models; an optimizer that is not elementwise, for
+            parameters that shards cut.
     """
 
     def __init__(
@@ -66,17 +74,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_skipped_steps: int | None = None,
         **defaults: Any,
     ) -> None:
-        name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        if name in _NOT_ELEMENTWISE:
-            raise ValueError(
-                f"{name} looks at whole parameters, but shards cut them; use an elementwise optimizer such as AdamW"
-            )
         groups = _as_groups(params)
         self.handle = _find_handle(groups)
+        classes = [group.pop("optimizer_class", optimizer_class) for group in groups]
+        for kind, group in zip(classes, groups):
+            _refuse_cut(self.handle, kind, group["params"])
         self.handle.buffers.sync_params()
         self._runs = [make_runs(self.handle.buffers, group["params"]) for group in groups]
         inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)]
-        self.inner = optimizer_class(inner_groups, **defaults)
+        self.inner: torch.optim.Optimizer | MixedOptimizer
+        if all(kind is optimizer_class for kind in classes):
+            self.inner = optimizer_class(inner_groups, **defaults)
+        else:
+            self.inner = MixedOptimizer(inner_groups, classes, optimizer_class, defaults)
+            groups = [{**made, "params": group["params"]} for made, group in zip(self.inner.param_groups, groups)]
         super().__init__(groups, self.inner.defaults)
         buffers = self.handle.buffers
         self._unattached = [p for group in groups for p in group["params"] if buffers.index_of(p) is None]
@@ -369,7 +380,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 buffers.capture.flags.count(is_skipped)
                 found = buffers.capture.flags.found_inf
-        self.inner.found_inf = found  # type: ignore[attr-defined]
+        self.inner.found_inf = found  # type: ignore[union-attr]
 
     def _versions(self) -> list[int]:
         """How often each parameter that has a master of its own was written."""
@@ -444,6 +455,23 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         members = item["params"]
         groups.append({**item, "params": [members] if isinstance(members, Tensor) else list(members)})
     return groups
+
+
+def _refuse_cut(handle: MegabufHandle, kind: Callable[..., torch.optim.Optimizer], params: Sequence[Tensor]) -> None:
+    """Raise when an optimizer that needs whole parameters is given some that shards cut."""
+    name = getattr(kind, "__name__", str(kind))
+    if name in _NEVER:
+        raise ValueError(f"{name} does not update each parameter by itself; use another optimizer, such as AdamW")
+    if name not in _WHOLE_PARAMETERS or not handle.plan.sharded:
+        return
+    for param in params:
+        index = handle.buffers.index_of(param)
+        if index is not None and not handle.plan.params[index].is_managed_by_layer_wise_optimizer:
+            raise ValueError(
+                f"{name} looks at whole parameters, but shards cut '{handle.plan.params[index].name}'; attach with "
+                "layer_wise_optimizer=True and give it buf.layer_wise_params(), the others an elementwise optimizer "
+                "such as AdamW"
+            )
 
 
 def _find_handle(groups: list[dict[str, Any]]) -> MegabufHandle:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabuf_fx.flat_shard import FlatShard, Piece
-from megabuf_fx.runs import Run
+from megabuf_fx.runs import Run, flat_view
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.scaler_probe import ScalerProbe
 
@@ -58,7 +58,7 @@ class StateMap:
             entries = found.setdefault(name, {})
             for key, value in _entries(run, state.get(run.master, {})):
                 if isinstance(value, Tensor) and value.shape == run.master.shape:
-                    pieces.setdefault((name, key), []).append(Piece(start, value.detach()[values]))
+                    pieces.setdefault((name, key), []).append(Piece(start, flat_view(value.detach())[values]))
                 else:
                     entries[key] = value
         for (name, key), parts in pieces.items():
@@ -200,7 +200,8 @@ def state_of_run(run: Run, state_map: StateMap, state: State, name: str) -> dict
     entries: dict[str, Any] = {}
     for key, value in state.get(name, {}).items():
         if isinstance(value, FlatShard):
-            entries[key] = state_map.values_of(run, state, key).to(master.device, master.dtype)
+            values = state_map.values_of(run, state, key).to(master.device, master.dtype)
+            entries[key] = values.as_strided(master.shape, master.stride())
         else:
             entries[key] = value.clone() if isinstance(value, Tensor) else value
     return entries

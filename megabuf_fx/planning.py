@@ -42,4 +42,5 @@ def plan_model(
         pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         force_single_bucket_group=config.disable_bucketing,
         reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
+        owned_whole=config.layer_wise_optimizer,
     )

@@ -20,7 +20,7 @@ from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.quantize_fp8 import AmaxAlgorithm
 from megabuf_fx.runtime.quantize_mx import ScaleRule
 from megabuf_fx.runtime.quantized_formats import FORMATS
-from megabuf_fx.runtime.shared_storage import SharedStorage
+from megabuf_fx.runtime.shared_storage import SharedStorage, bucket_names
 from megabuf_fx.runtime.stored_fp8 import DelayedRecipe, StoredFp8
 from megabuf_fx.runtime.stored_mxfp8 import StoredMxfp8
 from megabuf_fx.runtime.stored_nvfp4 import StoredNvfp4
@@ -112,11 +112,7 @@ def _staging(
     dtype = plan.params[layout.params[0]].dtype
     if not config.reuse_grad_buf_for_mxfp8_param_ag:
         return torch.zeros(layout.numel, dtype=dtype, device=grad_data.device), None
-    names: list[list[str]] = [[] for _ in layout.buckets]
-    for index, slot in reversed(list(zip(layout.params, layout.slots))):
-        names[slot.bucket].append(plan.params[index].name)
-    shown = [f"{bucket} ({' ... '.join(dict.fromkeys((n[0], n[-1])))})" for bucket, n in enumerate(names)]
-    return grad_data.view(dtype)[: layout.numel], SharedStorage(shown)
+    return grad_data.view(dtype)[: layout.numel], SharedStorage(bucket_names(layout, plan.params))
 
 
 def _identity(function: F) -> F:

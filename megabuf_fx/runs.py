@@ -6,6 +6,10 @@ group, without padding between them, form a *run*; the inner optimizer sees few 
 Elementwise updates do not care where one parameter ends, so results are those of the same optimizer on whole
 parameters. Padding is in no run. Optimizers count steps per tensor, so a run whose parameters have not all had the same
 steps cannot stay one: it is cut where the first difference appears, its state with it.
+
+[Note: whole parameters]
+Some optimizers need whole matrices (Muon). Parameters that the layer-wise layout manages are never cut: each is a run
+by itself, whole and in its shape, on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ class Run:
     pieces: tuple[tuple[int, int], ...]
     """Parameter and number of elements, in buffer order."""
     master: nn.Parameter
-    """What the inner optimizer updates, 1-D fp32; for sharded fp32 parameters a view of ``param_data``."""
+    """What the inner optimizer updates, fp32; for sharded fp32 parameters a view of ``param_data``. 1-D, or one whole
+    parameter in its shape ([Note: whole parameters])."""
     grad: Tensor
-    """View of ``grad_data``."""
+    """View of ``grad_data``, in the shape of ``master``."""
     params: tuple[Tensor, ...]
     """Flat views that hold the parameters' values one after the other: one of ``param_data`` when sharded, otherwise
     one of each parameter. None where they are quantized."""
@@ -59,9 +64,24 @@ class Run:
         return used[self.pieces[0][0]]
 
     @property
+    def flat(self) -> Tensor:
+        """The master, 1-D."""
+        return flat_view(self.master.detach())
+
+    @property
+    def flat_grad(self) -> Tensor:
+        """The gradient, 1-D."""
+        return flat_view(self.grad)
+
+    @property
     def parts(self) -> list[Tensor]:
         """The master, cut where ``params`` are."""
-        return list(self.master.detach().split([param.numel() for param in self.params]))
+        return list(self.flat.split([param.numel() for param in self.params]))
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """A dense tensor as ``[numel]``, in the order of its elements in memory."""
+    return tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def make_runs(buffers: ModelBuffers, params: Iterable[nn.Parameter]) -> list[Run]:
@@ -71,11 +91,17 @@ def make_runs(buffers: ModelBuffers, params: Iterable[nn.Parameter]) -> list[Run
     for number, start, end, param in _owned_pieces(buffers):
         if param not in members:
             continue
-        if spans and spans[-1][0] == number and spans[-1][2] == start:
+        is_whole = is_kept_whole(buffers, number)
+        if spans and spans[-1][0] == number and spans[-1][2] == start and not is_whole:
             spans[-1] = (number, spans[-1][1], end)
         else:
             spans.append((number, start, end))
     return make_runs_of(buffers, spans)
+
+
+def is_kept_whole(buffers: ModelBuffers, number: int) -> bool:
+    """Whether the parameters of a buffer are runs by themselves. ([Note: whole parameters])"""
+    return buffers.plan.owners is not None or buffers.plan.layouts[number].key.is_managed_by_layer_wise_optimizer
 
 
 def make_runs_of(buffers: ModelBuffers, spans: Iterable[Sequence[int]]) -> list[Run]:
@@ -96,11 +122,15 @@ def make_runs_of(buffers: ModelBuffers, spans: Iterable[Sequence[int]]) -> list[
         elif buffer.stored is None:
             params = tuple(_flat(buffers, param) for param, _ in pieces)
         if buffer.holds_params and params[0].dtype == torch.float32:
-            master = nn.Parameter(params[0])
+            master = params[0]
         else:
             values = params or _quantized_values(buffers, start, pieces)
-            master = nn.Parameter(torch.cat([value.float() for value in values]))
-        runs.append(Run(number, start, end, tuple(pieces), master, buffer.grad_data[start:end], params))
+            master = torch.cat([value.float() for value in values])
+        grad = buffer.grad_data[start:end]
+        if is_kept_whole(buffers, number):
+            grad = buffer.grad_views[pieces[0][0]]
+            master = master.as_strided(grad.shape, grad.stride())
+        runs.append(Run(number, start, end, tuple(pieces), nn.Parameter(master), grad, params))
     return runs
 
 
@@ -110,8 +140,8 @@ def write_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
     for run in runs:
         if not run.is_quantized and not run.is_aliased:
             torch._foreach_copy_(list(run.params), run.parts)
+    buffers.release_gradients()
     if buffers.weights is not None:
-        buffers.release_gradients()
         buffers.weights.write(_quantized_pieces(buffers, runs))
 
 
@@ -143,7 +173,7 @@ def _quantized_pieces(buffers: ModelBuffers, runs: Sequence[Run]) -> dict[int, l
     for run in runs:
         if run.is_quantized:
             position = run.start
-            for (param, numel), values in zip(run.pieces, run.master.detach().split([n for _, n in run.pieces])):
+            for (param, numel), values in zip(run.pieces, run.flat.split([n for _, n in run.pieces])):
                 _, slot = buffers.locations[param]
                 found.setdefault(run.buffer, []).append(ShardPiece(param, position - slot.start, values))
                 position += numel
@@ -245,5 +275,10 @@ def _owned_pieces(buffers: ModelBuffers) -> list[tuple[int, int, int, int]]:
     for number, (buffer, channel) in enumerate(zip(buffers.buffers, buffers.reducer.channels)):
         size, rank = (channel.comm.size, channel.comm.rank) if buffers.plan.sharded else (1, 0)
         ranges = compute_shard_ranges(buffer.layout, dp_size=size, dp_rank=rank)
-        pieces.extend((number, piece.start, piece.end, piece.param) for piece in ranges)
+        owners = buffers.plan.owners
+        pieces.extend(
+            (number, piece.start, piece.end, piece.param)
+            for piece in ranges
+            if owners is None or owners[piece.param] == channel.comm.rank
+        )
     return pieces

@@ -178,7 +178,7 @@ class GradReducer:
 
 
 class ParamGatherer:
-    """Starts and finishes the all-gathers of updated parameters (sharded mode only); ``comms`` by buffer.
+    """Starts and finishes the all-gathers of updated parameters; ``comms`` by buffer.
 
     ``prefetch`` bounds the gathers in flight beyond the one that is waited for: None starts all at once, 1 is
     Megatron's chain, 0 starts each one only when it is needed.
@@ -249,17 +249,12 @@ class ParamGatherer:
                 comm = self.comms[bucket.buffer]
                 self.buffers[bucket.buffer].poison(bucket.index, dp_size=comm.size, dp_rank=comm.rank)
 
-    def param_shard(self, bucket: Bucket) -> Tensor:
-        """What this rank sends of ``bucket``."""
-        comm = self.comms[bucket.buffer]
-        return self.buffers[bucket.buffer].param_shard(bucket.index, dp_size=comm.size, dp_rank=comm.rank)
-
     # Device work, called through the ops of those names.
 
     def start_gather(self, group: int) -> None:
         with named_failure(self.plan, group, self.step, "the parameter gather"):
             self._works[group] = [
-                self.comms[bucket.buffer].all_gather(self._full(bucket), self.param_shard(bucket))
+                self.buffers[bucket.buffer].start_gather(bucket.index, self.comms[bucket.buffer])
                 for bucket in self.plan.groups[group].buckets
             ]
 
@@ -272,7 +267,7 @@ class ParamGatherer:
         for group in reversed(range(max(last, 0), len(self.phases))):
             if self.phases[group] is ParamPhase.STALE:
                 for bucket in self.plan.groups[group].buckets:
-                    self.buffers[bucket.buffer].start_gather(bucket.index)
+                    self.buffers[bucket.buffer].before_gather(bucket.index)
                 start_gather_(self._full_params(group), self._handle, group)
                 self.phases[group] = ParamPhase.GATHERING
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megabuf_fx.runtime.collectives import Comm, PendingWork
 from megabuf_fx.runtime.flags import bind_main_grad, unbind_main_grad
 from megabuf_fx.runtime.layout import BufferLayout
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.shards import shard_bounds
 from megabuf_fx.runtime.shared_storage import SharedStorage
 from megabuf_fx.runtime.stored_params import StoredParams
+from megabuf_fx.runtime.whole_params import WholeParams
 
 
 class Store(NamedTuple):
@@ -63,6 +65,8 @@ class ParamGradBuffer:
         self.grad_data = torch.zeros(layout.numel, dtype=layout.key.grad_dtype, device=device)
         self.stored: StoredParams | None = None
         self.shared: SharedStorage | None = None
+        self.whole: WholeParams | None = None
+        """How parameters that ranks own whole are gathered, without shards; see ``own_whole``."""
         self.param_data: Tensor | None = None
         if make_store is not None:
             self.stored, self.shared = make_store(layout, self.grad_data)
@@ -89,6 +93,11 @@ class ParamGradBuffer:
         slot, param = self.slots[index], self.params[index]
         return data[slot.start : slot.end].as_strided(param.shape, self._strides[index])
 
+    def own_whole(self, owners: Mapping[int, int], names: Sequence[str], *, size: int, rank: int) -> None:
+        """Gather whole parameters through ``grad_data``; ``names`` describe the buckets."""
+        self.whole = WholeParams(self.layout, self.params, owners, self.grad_data, size=size, rank=rank)
+        self.shared = SharedStorage(names)
+
     @property
     def holds_params(self) -> bool:
         """Whether parameters are views of ``param_data``."""
@@ -104,7 +113,9 @@ class ParamGradBuffer:
         return self._param_slice(*shard_bounds(self.layout.buckets[bucket], dp_size, dp_rank))
 
     def param_bucket(self, bucket: int) -> Tensor:
-        """All of ``bucket`` in ``param_data``."""
+        """What a gather fills: all of ``bucket`` in ``param_data``, or of its parameters in ``grad_data``."""
+        if self.whole is not None:
+            return self.whole.received[bucket]
         return self._param_slice(*self.layout.buckets[bucket])
 
     def _param_slice(self, start: int, end: int) -> Tensor:
@@ -113,31 +124,46 @@ class ParamGradBuffer:
         each = self.stored.format.elements_per_byte if self.stored is not None else 1
         return self.param_data[start // each : end // each]
 
-    # What happens to quantized parameters around a gather; for others nothing.
+    # What happens around a gather to parameters that do not lie in ``param_data``; for others nothing.
 
     def stage(self) -> None:
-        """The shards of all buckets are about to be written."""
+        """The shards of all buckets are about to be written into ``param_data``."""
         if self.shared is not None:
             for bucket in range(len(self.layout.buckets)):
                 self.shared.stage(bucket)
 
-    def start_gather(self, bucket: int) -> None:
+    def before_gather(self, bucket: int) -> None:
+        if self.whole is not None:
+            assert self.shared is not None
+            self.shared.stage(bucket)
+            self.whole.stage(bucket)
         if self.shared is not None:
             self.shared.gather(bucket)
 
+    def start_gather(self, bucket: int, comm: Comm) -> PendingWork:
+        """The collective itself."""
+        if self.whole is not None:
+            return self.whole.all_gather(bucket, comm)
+        shard = self.param_shard(bucket, dp_size=comm.size, dp_rank=comm.rank)
+        return comm.all_gather(self.param_bucket(bucket), shard)
+
     def finish_gather(self, bucket: int) -> None:
-        """``param_data`` is complete."""
-        if self.stored is None:
-            return
+        """What is gathered is complete."""
         if self.shared is not None:
             self.shared.copy_out(bucket)
-        self.stored.copy_out(bucket)
+        if self.stored is not None:
+            self.stored.copy_out(bucket)
+        if self.whole is not None:
+            self.whole.copy_out(bucket)
         if self.shared is not None:
             self.shared.clear(bucket)
             self.param_bucket(bucket).zero_()
 
     def poison(self, bucket: int, *, dp_size: int, dp_rank: int) -> None:
         """Make NaN of what other ranks own, or of the whole bucket where codes have no NaN, until the gather."""
+        if self.whole is not None:
+            self.whole.poison(bucket)
+            return
         nan: float | None = float("nan") if self.stored is None else self.stored.nan_code
         if nan is None:
             assert self.stored is not None

@@ -53,6 +53,10 @@ class Comm(Protocol):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork: ...
 
+    def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
+        """Slice ``i``, of whatever size, comes from rank ``i``; in place."""
+        ...
+
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         """Elementwise maximum over the group, in place."""
         ...
@@ -93,6 +97,9 @@ class LocalComm:
         return PendingWork(_nothing, ())
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
+        return PendingWork(_nothing, ())
+
+    def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
         return PendingWork(_nothing, ())
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
@@ -168,6 +175,21 @@ class ProcessGroupComm:
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard))
+
+    def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
+        # Gloo gathers equal sizes only, and NCCL does by broadcasts what it does for others.
+        works = [
+            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(slices)
+            if part.numel()
+        ]
+        waits = [_waiter(work) for work in works]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return PendingWork(wait, tuple(slices))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""

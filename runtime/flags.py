@@ -5,7 +5,8 @@ Attributes that Megatron-LM and TransformerEngine share with us on a parameter, 
 * ``main_grad``: the parameter's view of ``grad_data``, in its shape, or its own fp32 sum.
 * ``main_grad_copy_in_grad_buffer``: the view, where ``main_grad`` is not it.
 * ``grad_added_to_main_grad``: a fused kernel outside our graphs has added the gradient already.
-* ``shared_embedding``, ``allreduce``: what the planner reads (Megatron's names).
+* ``shared_embedding``, ``allreduce``, ``is_embedding_or_output_parameter``, ``is_managed_by_layer_wise_optimizer``:
+  what the planner reads (Megatron's names).
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ def spec_of(name: str, param: nn.Parameter) -> ParamSpec:
         shared_embedding=bool(getattr(param, "shared_embedding", False)),
         allreduce=not is_expert(param),
     )
+
+
+def is_embedding_or_output(param: nn.Parameter) -> bool:
+    """Whether somebody has marked a parameter as embedding or output layer (Megatron's attributes)."""
+    return any(bool(getattr(param, name, False)) for name in ("is_embedding_or_output_parameter", "shared_embedding"))
 
 
 def is_expert(tensor: Tensor) -> bool:

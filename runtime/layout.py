@@ -128,7 +128,8 @@ class BufferLayout:
     slots: tuple[ParamSlot, ...]
     buckets: tuple[tuple[int, int], ...]
     unpadded: tuple[int, ...]
-    """Elements of each bucket up to the end of its last parameter; gaps between parameters are included."""
+    """Elements of each bucket up to the end of its last parameter; gaps between parameters are included. In a
+    layer-wise layout (``runtime/layerwise_layout.py``), where gaps are everywhere, elements of its parameters alone."""
 
     def __post_init__(self) -> None:
         check_tiling(self.params, self.slots, self.buckets, self.unpadded)

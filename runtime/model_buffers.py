@@ -28,6 +28,7 @@ from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_targe
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.quantized_weights import QuantizedWeights
+from megabuf_fx.runtime.shared_storage import bucket_names
 from megabuf_fx.runtime.step_state import StepState
 from megabuf_fx.runtime.transports import Communicators
 from megabuf_fx.runtime.usage import UsedParams
@@ -67,9 +68,15 @@ class ModelBuffers:
             )
             for layout in plan.layouts
         ]
-        self._shared = [buffer.shared for buffer in self.buffers if buffer.shared is not None]
         self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
-        self.publishes_grad = not plan.sharded and all(
+        for number, buffer in enumerate(self.buffers):
+            if plan.owners is not None:
+                comm = comms.pair(is_expert=buffer.layout.key.is_expert_parallel).params
+                owners = {index: plan.owners[index] for index in plan.layouts[number].params}
+                names = bucket_names(buffer.layout, plan.params)
+                buffer.own_whole(owners, names, size=comm.size, rank=comm.rank)
+        self._shared = [buffer.shared for buffer in self.buffers if buffer.shared is not None]
+        self.publishes_grad = not plan.is_gathered and all(
             main_grad.dtype == spec.dtype for main_grad, spec in zip(self.main_grads, plan.params)
         )
         """After the reduction ``.grad`` is ``main_grad``, so that any optimizer finds it."""
@@ -84,7 +91,7 @@ class ModelBuffers:
                 handle=self.handle,
                 prefetch=options.param_gather_prefetch,
             )
-            if plan.sharded
+            if plan.is_gathered
             else None
         )
         is_quantized = any(buffer.stored is not None for buffer in self.buffers)

@@ -12,10 +12,12 @@ from typing import Literal
 
 import torch
 
+from megabuf_fx.runtime.layerwise_layout import compute_layerwise_layout, ping_pong_ownership
 from megabuf_fx.runtime.layout import (
     BufferKey,
     BufferLayout,
     LayoutPolicy,
+    ParamGroup,
     ParamSlot,
     ParamSpec,
     compute_buffer_layout,
@@ -35,7 +37,8 @@ class Bucket:
     end: int
     numel_unpadded: int
     params: tuple[int, ...]
-    """Indices of specs, in buffer order (reverse definition order)."""
+    """Indices of specs, in reverse definition order. That is their order in the buffer too, except in a layer-wise
+    one (``runtime/layerwise_layout.py``)."""
 
     @property
     def numel(self) -> int:
@@ -71,6 +74,14 @@ class BucketPlan:
     sharded: bool
     aligned: bool
     """Every parameter view is aligned and may enter a graph by itself."""
+    owners: tuple[int, ...] | None = None
+    """Without shards but with a layer-wise optimizer: the rank that updates each parameter, whole, and sends it to the
+    others. A rank among those that share its bucket."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether ranks update parts of the model and gather the rest."""
+        return self.sharded or self.owners is not None
 
     def dp_size_of(self, key: BufferKey) -> int:
         """Ranks that share a bucket of the buffer with this key."""
@@ -109,29 +120,28 @@ def plan_buckets(
     pad_for_high_busbw: bool = False,
     force_single_bucket_group: bool = False,
     reduce_scatter_with_fp32_accumulation: bool = False,
+    owned_whole: bool = False,
 ) -> BucketPlan:
     """Lay out ``params`` (definition order) and cut them into buckets.
 
     ``dense`` drops the alignment of non-sharded buffers, as Megatron does; sharded buffers are always aligned.
     ``bucket_size`` is a lower threshold in elements, None for one bucket per buffer. Expert buffers are cut for
-    ``expert_dp_size`` ranks (default ``dp_size``).
+    ``expert_dp_size`` ranks (default ``dp_size``). ``owned_whole`` gives every parameter an owner where nothing is
+    sharded. A sharded buffer of a layer-wise optimizer has no cut parameter.
 
     Raises:
         ValueError: several quantized buffers.
     """
     expert_dp_size = dp_size if expert_dp_size is None else expert_dp_size
     layouts = tuple(
-        compute_buffer_layout(
+        _layout_of(
             group,
             params,
-            policy=_policy(
-                expert_dp_size if group.key.is_expert_parallel else dp_size,
-                sharded=sharded,
-                dense=dense,
-                pad_for_high_busbw=pad_for_high_busbw,
-                packed=any(params[index].quantized == "nvfp4" for index in group.params),
-            ),
+            dp_size=expert_dp_size if group.key.is_expert_parallel else dp_size,
+            sharded=sharded,
+            dense=dense,
             bucket_size=bucket_size,
+            pad_for_high_busbw=pad_for_high_busbw,
         )
         for group in group_params_for_buffers(params, grad_reduce_in_fp32=grad_reduce_in_fp32)
     )
@@ -149,6 +159,12 @@ def plan_buckets(
     # A group can be reduced once its parameter nearest to the head of the model is done, so that decides its place.
     # Within a buffer this is Megatron's order. Zero-sized models have no bucket.
     groups.sort(key=lambda group: -min(group.params))
+    owners: list[int] | None = None
+    if owned_whole and not sharded:
+        owners = [0] * len(params)
+        for is_expert, size in ((False, dp_size), (True, expert_dp_size)):
+            for param, rank in ping_pong_ownership(params, size, is_expert=is_expert).owners.items():
+                owners[param] = rank
     return BucketPlan(
         params=tuple(params),
         layouts=layouts,
@@ -157,13 +173,29 @@ def plan_buckets(
         expert_dp_size=expert_dp_size,
         sharded=sharded,
         aligned=sharded or not dense,
+        owners=tuple(owners) if owners is not None else None,
     )
 
 
-def _policy(dp_size: int, *, sharded: bool, dense: bool, pad_for_high_busbw: bool, packed: bool) -> LayoutPolicy:
+def _layout_of(
+    group: ParamGroup,
+    params: Sequence[ParamSpec],
+    *,
+    dp_size: int,
+    sharded: bool,
+    dense: bool,
+    bucket_size: int | None,
+    pad_for_high_busbw: bool,
+) -> BufferLayout:
+    if sharded and group.key.is_managed_by_layer_wise_optimizer:
+        return compute_layerwise_layout(
+            group, params, dp_size=dp_size, bucket_size=bucket_size, pad_for_high_busbw=pad_for_high_busbw
+        )
+    policy = LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
     if sharded:
-        return LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
-    return LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
+        packed = any(params[index].quantized == "nvfp4" for index in group.params)
+        policy = LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
+    return compute_buffer_layout(group, params, policy=policy, bucket_size=bucket_size)
 
 
 def _buckets_of(buffer: int, layout: BufferLayout) -> list[Bucket]:

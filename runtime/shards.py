@@ -52,7 +52,8 @@ def shard_bounds(bucket: tuple[int, int], dp_size: int, dp_rank: int) -> tuple[i
 def compute_shard_ranges(layout: BufferLayout, *, dp_size: int, dp_rank: int) -> tuple[ShardRange, ...]:
     """Every non-empty intersection of a parameter with the rank's shards: by bucket, then in buffer order."""
     members: list[list[tuple[int, int, int]]] = [[] for _ in layout.buckets]
-    for param, slot in reversed(list(zip(layout.params, layout.slots))):
+    # Whoever joins neighbours into runs relies on this order, which in a layer-wise buffer is none of definition.
+    for param, slot in sorted(zip(layout.params, layout.slots), key=lambda item: item[1].start):
         members[slot.bucket].append((param, slot.start, slot.end))
     ranges = []
     for bucket, bounds in enumerate(layout.buckets):

@@ -18,6 +18,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from megabuf_fx.runtime.layout import BufferLayout, ParamSpec
+
+
+def bucket_names(layout: BufferLayout, params: Sequence[ParamSpec]) -> list[str]:
+    """What messages call the buckets of a buffer: ``0 (head.weight ... fc.bias)``."""
+    members: list[list[str]] = [[] for _ in layout.buckets]
+    for index, slot in reversed(list(zip(layout.params, layout.slots))):
+        members[slot.bucket].append(params[index].name)
+    return [f"{bucket} ({' ... '.join(dict.fromkeys((m[0], m[-1])))})" for bucket, m in enumerate(members)]
+
 
 class SharedStorageError(RuntimeError):
     """An operation that would destroy gradients or parameters in the shared storage."""

@@ -92,6 +92,9 @@ class HybridComm:
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         return self._intra.all_gather(full, shard)
 
+    def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
+        return self._intra.all_gather_v(slices)
+
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         return self._then(self._intra.all_reduce_max(flags), lambda: self._inter.all_reduce_max(flags), flags)
 

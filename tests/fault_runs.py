@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def main(name: str, root: str) -> None:
     buf = mb.attach(model, config)
     call = torch.compile(model, backend="megabuf")
     optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer.inner.register_step_post_hook(lambda *unused: fault.maybe("gather"))
+    cast(torch.optim.Optimizer, optimizer.inner).register_step_post_hook(lambda *unused: fault.maybe("gather"))
 
     for step in range(4):
         fault.step = step

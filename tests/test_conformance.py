@@ -23,12 +23,13 @@ class Row(NamedTuple):
     """Why there is none, or what is different."""
 
 
-LAYER_WISE = "the layer-wise optimizer (Muon) is not there yet"
+LAYER_WISE = "the layer-wise optimizer (Muon) is not there yet; its layout and ownership are"
 FINALIZE = "finalize_model_grads is not there yet; the caller reduces what other axes need"
 NOT_OURS = "outside of buffers"
 
 BUFFERS = "distributed/test_param_and_grad_buffer.py"
 LAYOUT = "distributed/test_param_layout.py"
+LAYER_WISE_LAYOUT = "distributed/test_layer_wise_param_layout.py"
 DDP = "distributed/test_distributed_data_parallel.py"
 EXPERTS = "distributed/test_grad_sync_with_expert_parallel.py"
 FP32_SUM = "distributed/test_reduce_scatter_with_fp32_accumulation.py"
@@ -154,7 +155,66 @@ ROWS = [
         "all buffers: dense and expert separate, experts divided by their ranks, param_indices",
         ("test_layout.py::test_layouts_equal_megatron", "test_properties.py::test_plans"),
     ),
-    Row("distributed/test_layer_wise_param_layout.py", "every behaviour", why=LAYER_WISE),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "shard divisor: a multiple of 64, of which dp_size fill a bucket",
+        (
+            "test_layerwise_layout.py::test_shard_divisor_divides_buckets",
+            "test_layerwise_layout.py::test_shard_divisor",
+        ),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "equal parameters: spread evenly, the remainder from the first shard on, in one bucket, in order in a shard",
+        (
+            "test_layerwise_layout.py::test_equal_parameters_are_spread_evenly",
+            "test_layerwise_layout.py::test_the_first_shard_takes_the_fifth_of_four_ranks",
+            "test_layerwise_layout.py::test_equal_sizes_share_a_bucket",
+            "test_layerwise_layout.py::test_equal_sizes_of_a_shard_are_in_reverse_definition_order",
+        ),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "no parameter is cut, none is missing; one rank, one parameter",
+        (
+            "test_layerwise_layout.py::test_layouts_equal_megatron",
+            "test_layerwise_layout.py::test_no_parameter_is_cut",
+            "test_layerwise_layout.py::test_every_parameter_is_inside_one_shard",
+            "test_layerwise_layout.py::test_all_parameters_are_there",
+            "test_layerwise_layout.py::test_one_rank_has_everything",
+            "test_layerwise_layout.py::test_one_parameter_leaves_shards_empty",
+        ),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "small parameters fill the shards beside a big one",
+        ("test_layerwise_layout.py::test_small_parameters_fill_the_shards_beside_a_big_one",),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "shared embedding alone in shard 0 of its bucket",
+        (
+            "test_layerwise_layout.py::test_shared_embedding_is_alone_in_the_first_shard",
+            "test_layerwise_layout.py::test_shared_embedding_fits_into_one_shard_of_many_ranks",
+        ),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "buckets: threshold, divisible by the ranks, aligned ends",
+        (
+            "test_layerwise_layout.py::test_bucket_size_cuts_buckets",
+            "test_layerwise_layout.py::test_buckets_divide_by_the_ranks",
+            "test_layerwise_layout.py::test_bucket_ends_are_aligned",
+        ),
+    ),
+    Row(
+        LAYER_WISE_LAYOUT,
+        "all buffers: keys, experts separate, others as the distributed optimizer's",
+        (
+            "test_layerwise_layout.py::test_plans_have_the_layouts_of_megatron",
+            "test_layerwise_layout.py::test_buffers_of_experts_are_apart",
+        ),
+    ),
     # DDP
     Row(
         DDP,
