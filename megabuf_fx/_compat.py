@@ -163,6 +163,32 @@ class RecordingMode(TorchDispatchMode):
         raise NotImplementedError
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size; of a symbol the value that it had when it was traced, without a guard on it."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def is_profiling() -> bool:
+    """Whether ``torch.profiler`` or ``emit_nvtx`` is recording."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def trace_artifact(name: str, *, encoding: str, payload: Callable[[], str]) -> None:
+    """Put an artifact into the log that TORCH_TRACE asks for, which tlparse shows by the graph being compiled.
+
+    ``payload`` is not called when nobody asked. ``encoding`` is "json" or "string".
+    """
+    torch._logging.trace_structured(  # type: ignore[attr-defined]
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
 def is_op(function: object) -> bool:
     """Whether a dispatch mode was called for an ordinary op; a higher-order operator has no schema."""
     return isinstance(function, torch._ops.OpOverload)

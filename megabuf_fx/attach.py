@@ -97,7 +97,16 @@ def attach(
         comms.close_params()
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(RuntimeOptions)}
     make_store = store_maker(config, plan) if config.quantization is not None else None
-    buffers = ModelBuffers(plan, [param for _, param in named], comms, RuntimeOptions(**options), make_store)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    buffers = ModelBuffers(
+        plan,
+        [param for _, param in named],
+        comms,
+        RuntimeOptions(**options),
+        make_store,
+        rank=rank,
+        is_profiling=_compat.is_profiling,
+    )
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group, _expert_rank(comms.dense.grads, expert_group))
 

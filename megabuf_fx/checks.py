@@ -133,7 +133,10 @@ def compare_ranks(
             as it is.
     """
     # Where a rank writes its dumps is its own affair.
-    lines = [f"config {dataclasses.replace(config, dump_dir=None)!r}", *(f"parameter {spec!r}" for spec in specs)]
+    lines = [
+        f"config {dataclasses.replace(config, dump_dir=None, profile=False)!r}",
+        *(f"parameter {spec!r}" for spec in specs),
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = comm.all_gather_object((problem, digest))
     if error is not None:

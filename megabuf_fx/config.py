@@ -139,6 +139,9 @@ class MegabufConfig:
     dump_dir: str | None = None
     """Write every compiled graph before and after each pass, and the plans, into this directory; also set by the
     environment variable MEGABUF_DUMP."""
+    profile: bool = False
+    """Record when each compiled graph runs and when each collective starts, finishes and is waited for, in the last 20
+    steps, into files beside the graphs in ``dump_dir``; also set by the environment variable MEGABUF_PROFILE=1."""
 
     def __new__(cls, **options: Any) -> MegabufConfig:
         known = [field.name for field in dataclasses.fields(cls)]
@@ -234,9 +237,19 @@ class MegabufConfig:
         return bool(getattr(self, name) != default)
 
     def with_environment(self) -> MegabufConfig:
-        """This config with what the environment adds: MEGABUF_DUMP sets ``dump_dir`` where the config does not."""
+        """This config with what the environment adds: MEGABUF_DUMP sets ``dump_dir`` where the config does not,
+        MEGABUF_PROFILE=1 sets ``profile``.
+
+        Raises:
+            ValueError: ``profile`` without a directory to write to.
+        """
         dump_dir = self.dump_dir or os.environ.get("MEGABUF_DUMP") or None
-        return dataclasses.replace(self, dump_dir=dump_dir)
+        profile = self.profile or os.environ.get("MEGABUF_PROFILE", "0") not in ("", "0")
+        if profile and dump_dir is None:
+            raise ValueError(
+                "profile=True (MEGABUF_PROFILE=1) needs dump_dir (MEGABUF_DUMP=dir), where times are written"
+            )
+        return dataclasses.replace(self, dump_dir=dump_dir, profile=profile)
 
 
 def suggest(name: str, known: list[str], further: list[str] | None = None) -> str:

@@ -11,9 +11,12 @@ import torch
 from tabulate import tabulate
 from torch.fx import GraphModule, Node
 
+from megabuf_fx.graph_nodes import source_line
 from megabuf_fx.passes.graph_utils import written_param
+from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import start_grad_sync
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.transports import AllToAllReduceScatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,8 @@ def find_boundaries(gm: GraphModule) -> tuple[Boundary, ...]:
             # args: (main_grads, token, handle, group)
             key = (int(node.args[2]), int(node.args[3]))
             trigger = last_write.get(key) or previous or node
-            found.append(Boundary(*key, trigger.name, str(trigger.target), _source_line(trigger)))
+            found.append(Boundary(*key, trigger.name, str(trigger.target), source_line(trigger)))
     return tuple(found)
-
-
-def _source_line(node: Node) -> str:
-    # Some versions of Python underline the expression in a line of its own.
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
-    return lines[-1] if lines else ""
 
 
 def bucket_table(plan: BucketPlan, boundaries: Mapping[int, Boundary]) -> str:
@@ -100,6 +97,7 @@ def plan_as_json(plan: BucketPlan) -> dict[str, Any]:
     return {
         "digest": plan.digest,
         "dp_size": plan.dp_size,
+        "expert_dp_size": plan.expert_dp_size,
         "sharded": plan.sharded,
         "params": [{name: _plain(value) for name, value in dataclasses.asdict(spec).items()} for spec in plan.params],
         "buffers": [
@@ -125,6 +123,18 @@ def plan_as_json(plan: BucketPlan) -> dict[str, Any]:
             [{"buffer": b.buffer, "bucket": b.index, "start": b.start, "end": b.end} for b in group.buckets]
             for group in plan.groups
         ],
+    }
+
+
+def transport_as_json(model: ModelBuffers) -> dict[str, Any]:
+    """How buckets travel: when gathers start (inside ``step``, or with the next forward), and of each buffer whether
+    gradients are scaled before they are sent and whether this rank sums what it receives itself."""
+    channels = model.reducer.channels
+    return {
+        "overlap_param_gather": model.options.overlap_param_gather,
+        "param_gather_prefetch": model.options.param_gather_prefetch,
+        "scales": [channel.scaling.factor != 1 for channel in channels],
+        "sums": [isinstance(channel.reduce_scatter, AllToAllReduceScatter) for channel in channels],
     }
 
 

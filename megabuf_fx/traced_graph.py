@@ -9,6 +9,7 @@ disappears with its node.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,18 +19,21 @@ from torch.fx import GraphModule, Node
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.binding import Binding, BindingKey, key_of, locate_arguments
-from megabuf_fx.dump import make_dump
+from megabuf_fx.dump import make_dump, trace_variant
 from megabuf_fx.passes.add_buffer_inputs import ExtraInput, extra_inputs, stored_inputs
 from megabuf_fx.passes.contract import PassError
 from megabuf_fx.passes.dequantize_params import HiddenInput, find_hidden_inputs, find_saved_params
 from megabuf_fx.passes.graph_utils import outputs, placeholders
 from megabuf_fx.pipeline import backward_passes, forward_passes
-from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json
+from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json, transport_as_json
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.plan import GraphParam, Role
+from megabuf_fx.runtime.profile import record_runs
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
 from megabuf_fx.variants import Boxed, GraphSource
+
+log = logging.getLogger("megabuf_fx.traced_graph")
 
 _METADATA_KEY = "megabuf_fx"
 _COMPILED_NODE = "CompiledFunctionBackward"
@@ -301,14 +305,26 @@ class TracedGraph:
         if self.inner_compiler == "inductor":
             compiled = _recordable(f"graph {self.number} {name}", compiled)
         boundaries = find_boundaries(final)
-        dump.write_plan(
-            {
+
+        def plan() -> dict[str, Any]:
+            return {
                 "kind": kind,
+                "inner_compiler": self.inner_compiler,
                 "launches": [list(key) for key in launches],
                 "boundaries": boundaries_as_json(boundaries),
                 "inputs": [param.name if param is not None else None for param in binding.plan.inputs],
                 "models": {str(handle): plan_as_json(model.plan) for handle, model in binding.models.items()},
+                "transport": {str(handle): transport_as_json(model) for handle, model in binding.models.items()},
             }
+
+        if self.dump_dir is not None:
+            dump.write_plan(plan())
+            dump.write_nodes(final)
+        with source.entered():
+            trace_variant(f"graph{self.number}_{name}", final, plan)
+        log.info("compiled graph %d %s: %d launches", self.number, name, len(boundaries))
+        compiled = record_runs(
+            compiled, f"graph{self.number}_{name}", [model.trace.recorder for model in binding.models.values()]
         )
         if not extras:
             return compiled, boundaries

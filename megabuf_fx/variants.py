@@ -57,6 +57,10 @@ class GraphSource:
             for x in self._example_inputs
         )
 
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """The surroundings of the first compile, for what belongs to this graph but happens later."""
+        return self._environment.entered()
+
     def compile(
         self, steps: Sequence[Step], extras: Sequence[ExtraInput], *, dump: GraphDump, keeps_order: bool
     ) -> tuple[Boxed, GraphModule]:
@@ -64,7 +68,7 @@ class GraphSource:
 
         ``keeps_order`` is for graphs that launch collectives. Returns the boxed callable and the rewritten graph.
         """
-        with self._environment.entered():
+        with self.entered():
             gm = run_passes(_copy_graph(self._gm), steps, dump=dump)
             final = _copy_graph(gm)
             if self._inner_compiler == "aot_eager":

@@ -145,7 +145,7 @@ class GradReducer:
 
     # Device work, called through the ops of those names; see [Note: host ops and device ops] in ops.py.
 
-    def start_reduction(self, group: int, *, scatter: bool) -> None:
+    def start_reduction(self, group: int, *, scatter: bool) -> list[PendingWork]:
         works = []
         for bucket in self.plan.groups[group].buckets:
             comm, reduce_scatter, scaling = self.channels[bucket.buffer]
@@ -156,6 +156,7 @@ class GradReducer:
                 else:
                     works.append(comm.all_reduce(full, average=scaling.average))
         self._works[group] = works
+        return works
 
     def wait_reduction(self, group: int) -> None:
         with named_failure(self.plan, group, self.step, "the gradient reduction"):
@@ -251,12 +252,13 @@ class ParamGatherer:
 
     # Device work, called through the ops of those names.
 
-    def start_gather(self, group: int) -> None:
+    def start_gather(self, group: int) -> list[PendingWork]:
         with named_failure(self.plan, group, self.step, "the parameter gather"):
             self._works[group] = [
                 self.buffers[bucket.buffer].start_gather(bucket.index, self.comms[bucket.buffer])
                 for bucket in self.plan.groups[group].buckets
             ]
+        return self._works[group]
 
     def wait_gather(self, group: int) -> None:
         with named_failure(self.plan, group, self.step, "the parameter gather"):

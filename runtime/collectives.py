@@ -33,6 +33,8 @@ class PendingWork(NamedTuple):
     wait: Callable[[], object]
     keep_alive: tuple[Tensor, ...]
     """Tensors that the collective reads or writes until ``wait`` returns."""
+    work: dist.Work | None = None
+    """Tells a profile when the collective has finished; None where several follow each other."""
 
 
 class Comm(Protocol):
@@ -166,15 +168,15 @@ class ProcessGroupComm:
 
     def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork:
         work = dist.all_reduce(full, op=_reduce_op(average), group=self.group, async_op=True)
-        return PendingWork(_waiter(work), (full,))
+        return PendingWork(_waiter(work), (full,), work)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, average: bool) -> PendingWork:
         work = _reduce_scatter(shard, full, op=_reduce_op(average), group=self.group, async_op=True)
-        return PendingWork(_waiter(work), (shard, full))
+        return PendingWork(_waiter(work), (shard, full), work)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         work = _all_gather(full, shard, group=self.group, async_op=True)
-        return PendingWork(_waiter(work), (full, shard))
+        return PendingWork(_waiter(work), (full, shard), work)
 
     def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
         # Gloo gathers equal sizes only, and NCCL does by broadcasts what it does for others.
@@ -194,7 +196,7 @@ class ProcessGroupComm:
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return PendingWork(_waiter(work), (received, sent))
+        return PendingWork(_waiter(work), (received, sent), work)
 
     def all_reduce_max(self, flags: Tensor) -> PendingWork:
         with self._named("a maximum of flags"):

@@ -27,6 +27,7 @@ from megabuf_fx.runtime.offload import Offload
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.profile import Collective, CollectiveTrace, make_recorder
 from megabuf_fx.runtime.quantized_weights import QuantizedWeights
 from megabuf_fx.runtime.shared_storage import bucket_names
 from megabuf_fx.runtime.step_state import StepState
@@ -44,7 +45,11 @@ class ModelBuffers:
         comms: Communicators,
         options: RuntimeOptions,
         make_store: MakeStore | None = None,
+        *,
+        rank: int = 0,
+        is_profiling: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``rank`` names what is written; ``is_profiling`` tells whether ``torch.profiler`` records now."""
         self.handle = register_target(self)
         self.plan = plan
         self.params = list(params)
@@ -101,6 +106,14 @@ class ModelBuffers:
         """What of this memory is away."""
         self.state = StepState(plan)
         self.capture = CaptureState(device)
+        recorder = make_recorder(
+            options.dump_dir if options.profile else None,
+            rank=rank,
+            handle=self.handle,
+            device=device,
+            is_paused=lambda: self.capture.is_active,
+        )
+        self.trace = CollectiveTrace(plan, recorder, is_profiling)
         self.accumulate_nodes = leaf_nodes(params)
         self.owner: Callable[[], object] = lambda: None
         """Weak reference to the user's handle."""
@@ -175,18 +188,21 @@ class ModelBuffers:
     # Device ops.
 
     def start_reduction(self, group: int, *, scatter: bool) -> None:
-        self.reducer.start_reduction(group, scatter=scatter)
+        what: Collective = "reduce_scatter" if scatter else "all_reduce"
+        self.trace.launch(what, group, lambda: self.reducer.start_reduction(group, scatter=scatter))
 
     def wait_reduction(self, group: int) -> None:
-        self.reducer.wait_reduction(group)
+        self.trace.wait("reduction", group, lambda: self.reducer.wait_reduction(group))
 
     def start_gather(self, group: int) -> None:
-        assert self.gatherer is not None
-        self.gatherer.start_gather(group)
+        gatherer = self.gatherer
+        assert gatherer is not None
+        self.trace.launch("all_gather", group, lambda: gatherer.start_gather(group))
 
     def wait_gather(self, group: int) -> None:
-        assert self.gatherer is not None
-        self.gatherer.wait_gather(group)
+        gatherer = self.gatherer
+        assert gatherer is not None
+        self.trace.wait("gather", group, lambda: gatherer.wait_gather(group))
 
     def all_reduce(self, value: Tensor, *, maximum: bool) -> None:
         if maximum:
@@ -515,6 +531,7 @@ class ModelBuffers:
 
     def count_step(self) -> None:
         """A step has ended, here or in a replay."""
+        self.trace.end_step()
         self.resets += 1
         self.reducer.step = self.resets
         if self.gatherer is not None:
@@ -522,6 +539,7 @@ class ModelBuffers:
 
     def reopen(self) -> None:
         """Allow further accumulation on top of published gradients, which are equal on all ranks."""
+        self.trace.end_step()
         self._is_finished = False
         self.reducer.reset()
         self.state.reopen()
@@ -649,6 +667,7 @@ class ModelBuffers:
         self.sync_params()
         self.reducer.reset()
         self.is_closed = True
+        self.trace.close()
         self.capture.invalidate("the model was detached")
         unregister_target(self.handle)
         if self.weights is not None:

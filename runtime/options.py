@@ -23,3 +23,6 @@ class RuntimeOptions:
     check_for_large_grads: bool
     check_for_drift_every: int | None
     debug_nan_stale_params: bool
+    profile: bool
+    dump_dir: str | None
+    """Where ``profile`` writes."""

@@ -50,7 +50,7 @@ class AllToAllReduceScatter:
             _sum_chunks(shard, pending.pop().view(self._comm.size, -1), self._comm.size if average else 1)
 
         self._previous = finish
-        return PendingWork(finish, (shard, full))
+        return PendingWork(finish, (shard, full), work.work)
 
 
 def _sum_chunks(shard: Tensor, chunks: Tensor, divisor: int) -> None:

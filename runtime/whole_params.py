@@ -1,12 +1,12 @@
 """Gathering whole parameters through the gradients' storage: Megatron's layer-wise path without shards.
 
-Gradients are all-reduced, each rank updates the parameters that it owns, and a gather brings them to the others. What it
-receives lies in the bucket's ``grad_data``, viewed in the parameters' dtype, rank after rank:
+Gradients are all-reduced, each rank updates the parameters that it owns, and a gather brings them to the others. What
+it receives lies in the bucket's ``grad_data``, viewed in the parameters' dtype, rank after rank:
 
     grad_data of a bucket   | rank 0's: p0 p7 | rank 1's: p1 | rank 2's: p2 p6 |   ...   |
 
 The slices have different sizes, so the collective is one broadcast per rank. As with MXFP8, gradients are gone once a
-gather starts, so the same state machine watches the order (``shared_storage.py``), and the slice is zeroed afterwards.
+gather starts, so the same state machine watches the order (``shared_storage.py``), and what it filled is zeroed.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def trajectories(ranks: Callable[[int], RankGroup]) -> Callable[[int, bool], lis
         return ranks(world).run(check_runs, world, compiled, timeout=280)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def cli_dump(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``cli_dump(name)`` is a dump of ``cli_dumps.STEPS``; each is written once and must not be changed."""
+    # Imported here: it needs what the examples need, and most tests do not.
+    from cli_dumps import write_dump
+
+    return functools.cache(lambda name: write_dump(name, tmp_path_factory.mktemp(name)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -45,6 +45,7 @@ def test_defaults() -> None:
         "gradient_accumulation_fusion": True,
         "dense_layout": False,
         "inner_compiler": "inductor",
+        "layer_wise_optimizer": False,
         "fp8_param_gather": False,
         "fp8_recipe": "tensorwise",
         "fp8_amax_history_len": 1,
@@ -55,13 +56,14 @@ def test_defaults() -> None:
         "fp4_param_gather": False,
         "quantized_param_name_patterns": ("all",),
         "dump_dir": None,
+        "profile": False,
     }
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
 def test_flags_are_bools(value: Any) -> None:
     names = [name for name, field in FIELDS.items() if field.type == "bool"]
-    assert len(names) == 21
+    assert len(names) == 23
     for name in names:
         with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})

@@ -49,7 +49,7 @@ def files(directory: Path) -> list[str]:
 
 
 def numbered(names: list[str]) -> list[str]:
-    return [*(f"{place:02d}_{name}.py" for place, name in enumerate(names)), "plan.json"]
+    return [*(f"{place:02d}_{name}.py" for place, name in enumerate(names)), "graph.json", "plan.json"]
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_graphs_are_readable(tmp_path: Path) -> None:
     _, run = attach(dump_dir=str(tmp_path))
     loss(run).backward()
     folder = variants(tmp_path)["backward_overwrite_sync"]
-    texts = [(folder / name).read_text() for name in numbered(BACKWARD)[:-1]]
+    texts = [(folder / name).read_text() for name in numbered(BACKWARD)[:-2]]
     assert "self.fc3(self.ln(hidden))" in texts[0]
     assert '"f32[37, 13][13, 1]cpu"' in texts[0]
     counts = [
@@ -209,14 +209,93 @@ def test_make_dump(tmp_path: Path) -> None:
     gm = copy_graph(traced_mlp("none").forward)
     silent.write_graph(gm, "traced")
     silent.write_plan({})
+    silent.write_nodes(gm)
     dump = make_dump(str(tmp_path / "a"), rank=3, graph=7, variant="backward_untouched")
     assert isinstance(dump, DirectoryDump)
     assert dump.directory == tmp_path / "a" / "rank3" / "graph7_backward_untouched"
     dump.write_graph(gm, "first")
     dump.write_graph(gm, "second")
     dump.write_plan({"kind": "x"})
-    assert files(dump.directory) == ["00_first.py", "01_second.py", "plan.json"]
-    assert read_plan(dump.directory) == {"format_version": FORMAT_VERSION, "kind": "x"}
+    dump.write_nodes(gm)
+    assert files(dump.directory) == ["00_first.py", "01_second.py", "graph.json", "plan.json"]
+    plan = read_plan(dump.directory)
+    assert [entry["name"] for entry in plan.pop("passes")] == ["first", "second"]
+    assert plan == {"format_version": 2, "kind": "x"}
+
+
+# graph.json.
+
+
+def nodes(directory: Path) -> list[dict[str, Any]]:
+    content = json.loads((directory / "graph.json").read_text())
+    assert content["format_version"] == FORMAT_VERSION
+    found: list[dict[str, Any]] = content["nodes"]
+    return found
+
+
+def test_nodes_of_a_backward(tmp_path: Path) -> None:
+    """Every parameter is written once, each launch follows its last write, and products count their flops."""
+    handle, run = attach(dump_dir=str(tmp_path))
+    loss(run).backward()
+    records = nodes(variants(tmp_path)["backward_overwrite_sync"])
+    names = [name for name, _ in handle.model.named_parameters()]
+    writes = [record for record in records if record["kind"] == "write"]
+    assert sorted(record["params"][0] for record in writes) == sorted(names)
+    groups = [(record["kind"], record["group"][1]) for record in records if record["group"]]
+    assert [group for kind, group in groups if kind == "launch"] == [0, 1]
+    assert groups.index(("launch", 0)) > max(i for i, entry in enumerate(groups) if entry == ("write", 0))
+    (fc2,) = [record for record in writes if record["params"] == ["fc2.weight"]]
+    assert fc2["op"] == "megabuf.accumulate_wgrad_.default"
+    # [29, 37] from six rows; read: both factors; written: the gradient. All fp32.
+    assert fc2["flops"] == 2 * 6 * 29 * 37
+    assert fc2["nbytes"] == 4 * (29 * 37 + 6 * 29 + 6 * 37)
+    assert (fc2["module"], fc2["source"]) == ("fc2", "hidden = torch.tanh(self.fc2(torch.tanh(self.fc1(x))))")
+
+
+def test_nodes_of_a_waiting_forward(tmp_path: Path) -> None:
+    """Directly behind the wait of a group stands its first use."""
+    _, run = attach(dump_dir=str(tmp_path), overlap_param_gather=True)
+    loss(run).backward()
+    records = nodes(variants(tmp_path)["forward"])
+    waits = [place for place, record in enumerate(records) if record["kind"] == "wait"]
+    assert [records[place]["group"][1] for place in waits] == [1, 0]
+    for place in waits:
+        assert records[place + 1]["first_use"] == [records[place]["group"]]
+    assert [record["module"] for record in records if record["op"] == "aten.addmm.default"] == ["fc1", "fc3"]
+    assert {record["kind"] for record in records} == {"input", "view", "wait", "compute", "output"}
+
+
+def test_inserted_nodes_keep_their_provenance(tmp_path: Path) -> None:
+    """Every node of ours leads to a line and a module of the user, if what it replaces did."""
+    _, run = attach(dump_dir=str(tmp_path), overlap_param_gather=True)
+    loss(run).backward()
+    for variant in ("forward", "backward_overwrite_sync"):
+        ours = [
+            record for record in nodes(variants(tmp_path)[variant]) if record["kind"] in ("wait", "launch", "write")
+        ]
+        assert len(ours) >= 2
+        for record in ours:
+            assert record["source"], record
+            assert record["module"] in ("fc1", "fc2", "ln", "fc3"), record
+
+
+def test_passes_are_counted(tmp_path: Path) -> None:
+    _, run = attach(dump_dir=str(tmp_path))
+    loss(run).backward()
+    passes = read_plan(variants(tmp_path)["backward_overwrite_sync"])["passes"]
+    assert [entry["name"] for entry in passes] == BACKWARD
+    launches = [entry["ops"].get("megabuf.start_grad_sync.default", 0) for entry in passes]
+    assert launches == [0, 0, 0, 0, 2, 2]
+    assert passes[4]["nodes"] == passes[3]["nodes"] + 2
+
+
+def test_symbolic_shapes_count_as_traced(tmp_path: Path) -> None:
+    model = seeded(Mlp)
+    mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", dump_dir=str(tmp_path)))
+    run = torch.compile(model, backend="megabuf", dynamic=True)
+    loss(run).backward()
+    records = nodes(variants(tmp_path)["forward"])
+    assert [record["flops"] for record in records if record["op"] == "aten.mm.default"] == [2 * 6 * 37 * 29]
 
 
 # The table of buckets.

@@ -303,8 +303,8 @@ def test_shared_embedding_fits_into_one_shard_of_many_ranks(dp_size: int) -> Non
 
 def test_shared_embeddings_close_the_bucket_before_and_start_another() -> None:
     """The size that was reached before an embedding does not count after it, nor does the largest parameter."""
-    layout = plan([128, 128, 64, 128, 1280], 2, 256, shared=[2])
-    assert [slot.bucket for slot in layout.slots] == [2, 2, 1, 0, 0]
+    layout = plan([64, 128, 128, 64, 128, 1280], 2, 256, shared=[3])
+    assert [slot.bucket for slot in layout.slots] == [3, 2, 2, 1, 0, 0]
     assert plan([64, 64], 1, shared=[0, 1]).buckets == ((0, 128), (128, 256))
 
 
