@@ -84,6 +84,8 @@ def store_maker(config: MegabufConfig, plan: BucketPlan) -> MakeStore:
 
     def make(layout: BufferLayout, grad_data: Tensor) -> Store:
         device = grad_data.device
+        if device.type == "cuda" and config.inner_compiler == "inductor":
+            _refuse_old_cards(torch.cuda.get_device_capability(device))
         if config.quantization == "nvfp4":
             return Store(StoredNvfp4(layout, plan.params, device=device, compiler=compiler), None)
         if config.quantization == "fp8":
@@ -97,6 +99,16 @@ def store_maker(config: MegabufConfig, plan: BucketPlan) -> MakeStore:
         )
 
     return make
+
+
+def _refuse_old_cards(capability: tuple[int, int]) -> None:
+    """All formats have e4m3 codes or scales, and Triton refuses to compile that type for older cards."""
+    if capability < (8, 9):
+        raise NotImplementedError(
+            "quantized parameters need a card of capability 8.9 or higher with inner_compiler='inductor', this one has "
+            f"{'.'.join(map(str, capability))}; take inner_compiler='aot_eager', or drop fp8_param_gather and "
+            "fp4_param_gather"
+        )
 
 
 def _delayed(config: MegabufConfig) -> DelayedRecipe | None:

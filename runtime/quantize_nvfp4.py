@@ -93,7 +93,8 @@ def decode_e2m1(codes: Tensor) -> Tensor:
     m = (codes & 7).float()
     # The spacing doubles at 2 and at 4, so the values are the largest of three lines.
     magnitude = torch.maximum(torch.maximum(m * 0.5, m - 2), m * 2 - 8)
-    return torch.where(codes > 7, -magnitude, magnitude)
+    # Not a negation: Triton's is 0 - x, which makes +0 of what must be -0.
+    return magnitude * torch.where(codes > 7, -1.0, 1.0)
 
 
 def _blocks(x: Tensor, shape: BlockShape) -> tuple[Tensor, list[int]]:

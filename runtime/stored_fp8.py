@@ -73,7 +73,6 @@ class StoredFp8(StoredParams):
         """With which the codes were made; a delayed ``scale`` is already that of the next step."""
         self._resumed: dict[int, Mapping[str, Tensor]] = {}
         self.stored = {index: Fp8Tensor(codes, scale_inv[index]) for index, codes in self.code_views().items()}
-        self._measure = compiler(_measure)
         self._encode = compiler(_encode_)
 
     def quantize(self, param: int, values: Tensor) -> None:
@@ -96,7 +95,7 @@ class StoredFp8(StoredParams):
         for index, state in self._resumed.items():
             scale[self._rows[index]].copy_(state["used_scale"])
         for piece in pieces:
-            amax[self._rows[piece.param]].copy_(self._measure(piece.values, self.dtype))
+            amax[self._rows[piece.param]].copy_(_measure(piece.values, self.dtype))
         reduce_max(amax)
         # Nobody has a piece of what has amax 0, or it is zero and any scale is right.
         is_written = amax > 0
@@ -145,7 +144,10 @@ class StoredFp8(StoredParams):
 
 
 def _measure(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return finite_or_inf(tensor_amax(as_stored(values, dtype)))
+    # Rounding keeps the order, so the amax can be rounded instead. Not compiled: Inductor splits a reduction of dynamic
+    # size over multiprocessors as it suits the first size it meets, and would leave a large matrix to one of them.
+    amax: Tensor = torch.linalg.vector_norm(values, torch.inf)
+    return finite_or_inf(as_stored(amax, dtype))
 
 
 def _encode_(values: Tensor, scale: Tensor, out: Tensor, dtype: torch.dtype) -> None:

@@ -67,17 +67,21 @@ class StoredNvfp4(StoredParams):
             columns = self.specs[piece.param].shape[1]
             height = BLOCK_SIZE * columns
             first, last = piece.start // height, -(-(piece.start + piece.values.numel()) // height)
-            band = torch.zeros((last - first) * height, device=piece.values.device)
-            offset = piece.start - first * height
-            band[offset : offset + piece.values.numel()].copy_(piece.values)
+            band, offset = piece.values, piece.start - first * height
+            if band.numel() != (last - first) * height:
+                # A shard's edge cuts the first or the last band.
+                band = torch.zeros((last - first) * height, device=piece.values.device)
+                band[offset : offset + piece.values.numel()].copy_(piece.values)
             rows = slice(first, last)
             amax[piece.param][rows].copy_(self._measure(band.view(-1, columns), self.dtype))
             bands.append((piece, band.view(-1, columns), rows))
         reduce_max(amax_storage)
+        # Not in the compiled functions, where all that follows from it would become one block of threads.
+        largest = {index: tiles.amax() for index, tiles in amax.items()}
         for index, (_, block_scales, tensor_scale) in self.stored.items():
-            self._scale(amax[index], block_scales, tensor_scale)
+            self._scale(amax[index], largest[index], block_scales, tensor_scale)
         for piece, band, rows in bands:
-            codes = self._encode(band, amax[piece.param], rows.start, rows.stop, self.dtype)
+            codes = self._encode(band, amax[piece.param][rows], largest[piece.param], self.dtype)
             offset = (piece.start - rows.start * BLOCK_SIZE * band.shape[1]) // 2
             self.codes_of(piece).copy_(codes.view(-1)[offset : offset + piece.values.numel() // 2])
 
@@ -101,14 +105,16 @@ def _measure(band: Tensor, dtype: torch.dtype) -> Tensor:
     return finite_or_inf(block_amax(as_stored(band, dtype), BlockShape.TILE))
 
 
-def _scale_(amax: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> None:
-    new_blocks, new_scale = scales_of(amax, amax.amax())
+def _scale_(amax: Tensor, largest: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> None:
+    """``largest``: the maximum of ``amax``."""
+    new_blocks, new_scale = scales_of(amax, largest)
     # Nobody has a piece of what has amax 0, or it is zero and any scale is right.
-    is_written = amax.amax() > 0
+    is_written = largest > 0
     block_scales.copy_(torch.where(is_written, new_blocks, block_scales))
     tensor_scale.copy_(torch.where(is_written, new_scale, tensor_scale))
 
 
-def _encode(band: Tensor, amax: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
+def _encode(band: Tensor, amax: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of whole bands; ``amax`` is that of their tiles, ``largest`` that of the whole parameter."""
     values = as_stored(band, dtype)
-    return quantize_nvfp4(values, BlockShape.TILE, amax=amax.amax(), amax_of_blocks=amax[first:last]).codes
+    return quantize_nvfp4(values, BlockShape.TILE, amax=largest, amax_of_blocks=amax).codes

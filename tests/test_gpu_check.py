@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import blocks_kernels
 import blocks_micro_batch
+import blocks_quantizers
 import check
 import pytest
 import torch
@@ -21,9 +23,17 @@ from helpers import fresh_compiler
 from torch import Tensor
 
 import megabuf_fx as mb
+from megabuf_fx import quantization
+from megabuf_fx._compat import recording_mode
 from megabuf_fx.capture_subject import Subject
+from megabuf_fx.runtime import quantize_mx, quantize_nvfp4
+from megabuf_fx.runtime.bucket_groups import ParamGatherer, ParamPhase
+from megabuf_fx.runtime.buffers import ParamGradBuffer
 from megabuf_fx.runtime.collectives import ProcessGroupComm
 from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.quantized_weights import QuantizedWeights
+from megabuf_fx.runtime.stored_mxfp8 import StoredMxfp8
+from megabuf_fx.runtime.stored_params import ShardPiece
 
 SCRIPT = Path(__file__).parent / "gpu" / "check.py"
 NEEDS_GPU = {"reduce_overhead", "peak_memory", "step_time", "streams"}
@@ -34,6 +44,11 @@ RUNS_HERE = {
     "odd_sizes",
     "accumulate_gemm",
     "optimizer_step",
+    "casts",
+    "quantizers",
+    "quantize_speed",
+    "quantized_step",
+    "saved_memory",
     "collectives",
 }
 
@@ -157,6 +172,107 @@ def without_write_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("megabuf_fx.optimizer.write_params", lambda buffers, runs: None)
 
 
+def without_clamp(patch: pytest.MonkeyPatch) -> None:
+    """Values beyond the range go to the cast as they are."""
+
+    def encode(y: Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        codes = y.to(fp8_dtype).view(torch.uint8)
+        return torch.where(y.isnan(), 0x7F, codes)
+
+    patch.setattr(blocks_quantizers, "encode_fp8", encode)
+
+
+def with_truncated_bf16(patch: pytest.MonkeyPatch) -> None:
+    """Masters are cut to bf16 instead of rounded, as the interpreter of Triton does."""
+
+    def cut(values: Tensor, dtype: torch.dtype) -> Tensor:
+        return (values.float().view(torch.int32) & -0x10000).view(torch.float32)
+
+    for module in ("fp8", "nvfp4"):
+        patch.setattr(f"megabuf_fx.runtime.stored_{module}.as_stored", cut)
+
+
+def with_scales_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Every MX block has twice the scale that it needs."""
+    original = quantize_mx.e8m0_scales
+    patch.setattr(quantize_mx, "e8m0_scales", lambda amax, rule: original(amax, rule) + 1)
+
+
+def with_high_nibble_first(patch: pytest.MonkeyPatch) -> None:
+    """Two codes of a byte have changed places, there and back."""
+    patch.setattr(quantize_nvfp4, "pack_nibbles", lambda codes: codes[..., 1::2] | (codes[..., ::2] << 4))
+    original = quantize_nvfp4.unpack_nibbles
+    patch.setattr(
+        quantize_nvfp4, "unpack_nibbles", lambda packed: original(packed).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    )
+
+
+def without_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Gathered values are cleared before anybody has quantized them."""
+    patch.setattr(StoredMxfp8, "copy_out", lambda self, bucket: None)
+
+
+def without_clearing(patch: pytest.MonkeyPatch) -> None:
+    """Gathered values stay where gradients will be."""
+
+    def finish_gather(self: ParamGradBuffer, bucket: int) -> None:
+        if self.stored is not None:
+            for move in (self.shared.copy_out, self.shared.clear) if self.shared is not None else ():
+                move(bucket)
+            self.stored.copy_out(bucket)
+
+    patch.setattr(ParamGradBuffer, "finish_gather", finish_gather)
+
+
+def with_stale_staging(patch: pytest.MonkeyPatch) -> None:
+    """A captured step stages what was staged when it was captured."""
+    original = StoredMxfp8.write_shard
+
+    def write_shard(self: StoredMxfp8, pieces: list[ShardPiece], reduce_max: Any) -> None:
+        if recording_mode() is not None:
+            # What is on the tape then depends on no master.
+            pieces = [piece._replace(values=torch.full_like(piece.values, 0.25)) for piece in pieces]
+        original(self, pieces, reduce_max)
+
+    patch.setattr(StoredMxfp8, "write_shard", write_shard)
+
+
+def with_early_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Gathered values are quantized before they have come."""
+    original, copy_out = ParamGatherer.wait, StoredMxfp8.copy_out
+
+    def wait(self: ParamGatherer, group: int) -> None:
+        for bucket in self.plan.groups[group].buckets if self.phases[group] is ParamPhase.GATHERING else ():
+            stored = self.buffers[bucket.buffer].stored
+            if isinstance(stored, StoredMxfp8):
+                copy_out(stored, bucket.index)
+        original(self, group)
+
+    patch.setattr(StoredMxfp8, "copy_out", lambda self, bucket: None)
+    patch.setattr(ParamGatherer, "wait", wait)
+
+
+def with_private_staging(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is shared, whatever was asked for."""
+    original = quantization._staging
+
+    def staging(config: Any, plan: Any, layout: Any, grad_data: Tensor) -> Any:
+        return original(dataclasses.replace(config, reuse_grad_buf_for_mxfp8_param_ag=False), plan, layout, grad_data)
+
+    patch.setattr(quantization, "_staging", staging)
+
+
+def with_shadows_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """Every hidden parameter has memory, so that nothing is saved."""
+    original = QuantizedWeights._hide
+
+    def hide(self: QuantizedWeights, index: int) -> None:
+        original(self, index)
+        self._params[index].data = self._params[index].data.clone()
+
+    patch.setattr(QuantizedWeights, "_hide", hide)
+
+
 @pytest.mark.parametrize(
     ("name", "plant", "message"),
     [
@@ -168,6 +284,16 @@ def without_write_back(patch: pytest.MonkeyPatch) -> None:
         ("odd_sizes", with_shifted_gradients, "gradients"),
         ("accumulate_gemm", without_accumulation, "accumulating"),
         ("optimizer_step", without_write_back, "bfloat16 parameters"),
+        ("casts", without_clamp, "codes of torch.float8_e"),
+        ("quantizers", with_scales_off_by_one, "mxfp8 rceil dim -1"),
+        ("quantizers", with_high_nibble_first, "nvfp4 ROW, plain, eager: codes"),
+        ("quantize_speed", with_truncated_bf16, "against its values quantized whole"),
+        ("quantized_step", without_copy_out, "weights after ordinary steps"),
+        ("quantized_step", without_clearing, "write gradients over parameters (I1)"),
+        ("quantized_step", with_stale_staging, "weights after replay"),
+        ("quantized_step", with_early_copy_out, "ordinary steps give NaN"),
+        ("saved_memory", with_private_staging, "shared mxfp8: "),
+        ("saved_memory", with_shadows_of_their_own, "fp8: "),
     ],
 )
 def test_planted_errors_are_seen(

@@ -17,6 +17,10 @@ its idea, or into a new one, and gets a line in ``BLOCKS`` below, which is the o
     blocks_steps.py            whole steps: captured, their memory and time, on another stream
     blocks_reduce_overhead.py  Inductor's own CUDA graphs
     blocks_kernels.py          odd sizes, the accumulating product, the optimizer
+    blocks_quantizers.py       casts and quantizers, their numbers and bandwidth
+    blocks_quantized.py        steps with quantized parameters
+    blocks_quantized_memory.py what these save
+    quantized_oracles.py       what quantized tensors must be, in fp64 on the host
     blocks_collectives.py      collectives inside a captured step
 """
 
@@ -48,6 +52,9 @@ if importlib.util.find_spec("megabuf_fx") is None:
 from blocks_collectives import HUNG, collectives
 from blocks_kernels import accumulate_gemm, odd_sizes, optimizer_step
 from blocks_micro_batch import micro_batch
+from blocks_quantized import quantized_step
+from blocks_quantized_memory import saved_memory
+from blocks_quantizers import casts, quantize_speed, quantizers
 from blocks_reduce_overhead import reduce_overhead
 from blocks_steps import peak_memory, step_time, streams, whole_step
 from blocks_versions import versions
@@ -64,6 +71,11 @@ BLOCKS = (
     Block("odd_sizes", odd_sizes, limit_s=45),
     Block("accumulate_gemm", accumulate_gemm, limit_s=20),
     Block("optimizer_step", optimizer_step, limit_s=20),
+    Block("casts", casts, limit_s=20),
+    Block("quantizers", quantizers, limit_s=90),
+    Block("quantize_speed", quantize_speed, limit_s=75),
+    Block("quantized_step", quantized_step, limit_s=120),
+    Block("saved_memory", saved_memory, limit_s=90),
     Block("peak_memory", peak_memory, limit_s=30, needs_gpu=True),
     Block("step_time", step_time, limit_s=45, needs_gpu=True),
     Block("streams", streams, limit_s=30, needs_gpu=True),

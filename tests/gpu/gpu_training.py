@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,9 +39,10 @@ class Training:
         # Dynamo would make sizes symbolic that differ from those of an earlier model.
         torch.compiler.reset()
         inner = self.kind if self.kind != "eager" else "aot_eager"
+        # Not the parameters: what quantized ones hold is hidden, and a state holds values.
+        self._start = copy.deepcopy(self.model.state_dict())
         self.buf = mb.attach(self.model, mb.MegabufConfig(inner_compiler=inner, **self.config))
         self.call: Any = self.model if self.kind == "eager" else torch.compile(self.model, backend="megabuf")
-        self._start = [param.detach().clone() for param in self.model.parameters()]
         self.restart()
 
     @torch.no_grad()
@@ -48,8 +50,7 @@ class Training:
         """Parameters of the beginning, a new optimizer, the seed anew. Compiled graphs stay, so both runs use them."""
         self.buf.sync_params()
         self.buf.zero_grad()
-        for param, value in zip(self.model.parameters(), self._start):
-            param.data.copy_(value)
+        self.model.load_state_dict(self._start)
         options: dict[str, Any] = {"lr": LR, "weight_decay": 0.125, "fused": True}
         self.optimizer = mb.DistributedOptimizer(
             self.model.parameters(), torch.optim.AdamW, max_skipped_steps=self.max_skipped_steps, **options
@@ -89,6 +90,7 @@ class Training:
 
     def state(self) -> list[Tensor]:
         self.buf.sync_params()
+        # Of quantized parameters the values that forward sees.
         masters = [run.master.detach().clone() for run in self.optimizer.runs]
         return [*(param.detach().clone() for param in self.model.parameters()), *masters]
 
