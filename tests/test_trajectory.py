@@ -1,7 +1,7 @@
 """Whole training runs equal Megatron-LM's own: losses, norms, gradients, parameters and layout, step by step.
 
-Every run of ``oracle/trajectory.json.gz`` but those of the layer-wise optimizer, which megabuf_fx does not have. Layout
-and scaling are compared exactly, numbers as ``Bounds`` says (``trajectory_numbers.py``): bf16 runs of ``mlp`` and
+Every run of ``oracle/trajectory.json.gz``, those of the layer-wise optimizer (with AdamW) too. Layout and scaling are
+compared exactly, numbers as ``Bounds`` says (``trajectory_numbers.py``): bf16 runs of ``mlp`` and
 ``expert`` are equal in every bit of all gradients and parameters. What is sent is compared in
 ``test_trajectory_traces.py``.
 """
@@ -23,10 +23,11 @@ Trajectories = Callable[[int, bool], list[dict[str, Outcome]]]
 
 def test_covered_runs_are_all() -> None:
     runs = covered_runs()
-    assert Counter(run["world_size"] for run in runs) == {1: 30, 2: 36, 4: 39}
+    assert Counter(run["world_size"] for run in runs) == {1: 30, 2: 44, 4: 47}
     kinds = {kind: sum(bool(run["config"].get(kind)) for run in runs) for kind in ("ep", "fp32acc", "patterns")}
     assert kinds == {"ep": 8, "fp32acc": 12, "patterns": 6}
     assert sum(run["config"].get("instances", 1) > 1 for run in runs) == 3
+    assert Counter(run["config"].get("layerwise") for run in runs) == {None: 105, "layout": 8, "legacy": 8}
     assert all(run["final_identical_on_all_ranks"] or "ep" in run["config"] for run in runs)
 
 

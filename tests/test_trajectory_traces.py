@@ -97,7 +97,7 @@ def difference(found: list[Sent], expected: list[Sent]) -> list[str]:
 
 def test_traces_tell_enough() -> None:
     traces = [
-        run[f"trace_step{step}_rank0"] for run in covered_runs() for step in range(min(run["config"]["steps"], 2))
+        run[f"trace_step{step}_rank0"] for run in covered_runs(layer_wise=False) for step in range(min(run["config"]["steps"], 2))
     ]
     assert len(traces) == 192
     assert sum(len(megatron_trace(trace)) for trace in traces) == 806
@@ -109,7 +109,7 @@ def test_traces_tell_enough() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_sends_what_megatron_sends(trajectories: Trajectories, world: int, compiled: bool) -> None:
     answers = trajectories(world, compiled)
-    runs = {run["id"]: run for run in covered_runs()}
+    runs = {run["id"]: run for run in covered_runs(layer_wise=False)}
     problems = [
         f"{name} step {step} rank {rank}: {problem}"
         for rank, answer in enumerate(answers)
@@ -125,7 +125,7 @@ def test_sends_what_megatron_sends(trajectories: Trajectories, world: int, compi
 
 def gathers_without_overlap(rank: int) -> list[list[tuple[str, int]]]:
     """Bucket collectives of each step of a run with experts, all of them at the end of the step."""
-    (oracle,) = (run for run in covered_runs() if run["id"] == "w2_expert_fp32_ep2_distopt")
+    (oracle,) = (run for run in covered_runs(layer_wise=False) if run["id"] == "w2_expert_fp32_ep2_distopt")
     observed = train(rank, {**oracle, "config": {**oracle["config"], "overlap": False}}, compiled=False)
     return [[(one.op, one.numel) for one in sent if one.op not in OWN] for sent in observed.sent]
 

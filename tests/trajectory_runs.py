@@ -26,9 +26,14 @@ EPS = 1e-8
 Run = dict[str, Any]
 
 
-def covered_runs() -> list[Run]:
-    """All but those of the layer-wise optimizer, which megabuf_fx does not have."""
-    return [run for run in load("trajectory")["runs"] if "layerwise" not in run["config"]]
+def covered_runs(*, layer_wise: bool = True) -> list[Run]:
+    """Every run; without ``layer_wise`` those of Megatron's layer-wise optimizer are left out."""
+    return [run for run in load("trajectory")["runs"] if layer_wise or "layerwise" not in run["config"]]
+
+
+def is_sharded(config: dict[str, Any]) -> bool:
+    """Whether a rank has reduced gradients of its shards only."""
+    return bool(config["dist_opt"]) or config.get("layerwise") == "layout"
 
 
 def dtype_of(config: dict[str, Any]) -> torch.dtype:
@@ -42,14 +47,14 @@ def has_16_bit_gradients(config: dict[str, Any]) -> bool:
 
 def megabuf_config(config: dict[str, Any], inner_compiler: str, *, fused: bool) -> mb.MegabufConfig:
     """The config of a run, in our names. ``fused`` adds products to 16-bit gradients before they are rounded."""
-    is_sharded = config["dist_opt"]
     options: dict[str, Any] = {
-        "use_distributed_optimizer": is_sharded,
-        "dense_layout": not is_sharded,
+        "use_distributed_optimizer": is_sharded(config),
+        "dense_layout": not is_sharded(config),
+        "layer_wise_optimizer": "layerwise" in config,
         "bucket_size": config["bucket_size"],
         "grad_reduce_in_fp32": config["g32"],
         "overlap_grad_reduce": config["overlap"],
-        "overlap_param_gather": config["overlap"] and is_sharded,
+        "overlap_param_gather": config["overlap"] and (is_sharded(config) or "layerwise" in config),
         "average_in_collective": config.get("avg", False),
         "calculate_per_token_loss": config.get("per_token", False),
         "pad_buckets_for_high_nccl_busbw": config.get("busbw", False),
@@ -160,7 +165,7 @@ class Observed(NamedTuple):
 
 def uses_torch_optimizer(config: dict[str, Any]) -> bool:
     """Whether torch's own optimizer does: gradients in ``.grad``, no fp32 masters, equal parameters on all ranks."""
-    return not config["dist_opt"] and config["param_dtype"] == "fp32" and "ep" not in config
+    return not is_sharded(config) and config["param_dtype"] == "fp32" and "ep" not in config
 
 
 def adamw_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
@@ -267,6 +272,9 @@ def train(
     ep = config.get("ep", 1)
     model = make_model(config["model"], dtype_of(config), ep_rank=rank % ep)
     named = list(model.named_parameters())
+    for _, param in named if "layerwise" in config else ():
+        # All of them, as in the oracle's runs, vectors and embeddings too.
+        param.is_managed_by_layer_wise_optimizer = True  # type: ignore[attr-defined]
     experts = {"expert_process_group": expert_group(world, ep)} if ep > 1 else {}
     buf = mb.attach(model, megabuf_config(config, inner_compiler, fused=fused), **experts)
     # fullgraph: a graph break must not turn the compiled path silently into the eager one.
@@ -300,7 +308,7 @@ def train(
         final=params_of(model),
         layout=layout_of(buf),
         main_grad_starts={name: start_of_grad(param) for name, param in named},
-        param_starts={name: int(param.storage_offset()) for name, param in named if config["dist_opt"]},
+        param_starts={name: int(param.storage_offset()) for name, param in named if is_sharded(config)},
         launched=set(buf.buffers.boundaries),
         sent=recorder.steps,
     )
