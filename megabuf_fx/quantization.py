@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,10 +30,42 @@ log = logging.getLogger("megabuf_fx.quantization")
 
 
 def mark_quantized(model: nn.Module, specs: Sequence[ParamSpec], config: MegabufConfig) -> list[ParamSpec]:
-    """``specs`` with the format of those that ``config`` quantizes.
+    """``specs`` of ``model`` with the format of those that ``config`` quantizes; warns of weights that do not divide.
 
-    Only weights of ``nn.Linear`` itself, whose forward everybody knows: a subclass may read its weight elsewhere, and
-    an embedding (tied or not) reads rows. Norms and biases stay as they are, as in Megatron.
+    Raises:
+        ValueError: see ``choose_quantized``.
+    """
+    linear = linear_weights(model)
+    if config.quantization is not None:
+        for spec in _wanted(specs, linear, config):
+            if not FORMATS[config.quantization].fits(spec.shape):
+                log.warning(
+                    "'%s' of shape %s stays in %s: %s needs rows and columns in multiples of %s",
+                    spec.name,
+                    spec.shape,
+                    spec.dtype,
+                    config.quantization,
+                    FORMATS[config.quantization].divisors,
+                )
+    return choose_quantized(specs, linear, config)
+
+
+def linear_weights(model: nn.Module) -> set[str]:
+    """Names of parameters that are weights of ``nn.Linear`` itself, whose forward everybody knows.
+
+    A subclass may read its weight elsewhere, and an embedding (tied or not) reads rows.
+    """
+    owners: dict[int, set[bool]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(type(module) is nn.Linear and name == "weight")
+    return {name for name, param in model.named_parameters() if owners[id(param)] == {True}}
+
+
+def choose_quantized(specs: Sequence[ParamSpec], linear: Collection[str], config: MegabufConfig) -> list[ParamSpec]:
+    """``specs`` with the format of those that ``config`` quantizes, among the weights named ``linear``.
+
+    Norms and biases stay as they are, as in Megatron; so do weights whose shape does not divide into blocks.
 
     Raises:
         ValueError: nothing can be quantized, or weights of several dtypes or of one that is neither bf16 nor fp32.
@@ -41,41 +73,37 @@ def mark_quantized(model: nn.Module, specs: Sequence[ParamSpec], config: Megabuf
     name_of_format = config.quantization
     if name_of_format is None:
         return list(specs)
-    owners: dict[int, set[bool]] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            owners.setdefault(id(param), set()).add(type(module) is nn.Linear and name == "weight")
-    linear = {name for name, param in model.named_parameters() if owners[id(param)] == {True}}
-    wanted = [
-        spec
-        for spec in specs
-        if spec.name in linear
-        and any(p == "all" or fnmatch.fnmatch(spec.name, p) for p in config.quantized_param_name_patterns)
-    ]
-    chosen = [spec for spec in wanted if FORMATS[name_of_format].fits(spec.shape)]
-    for spec in wanted:
-        if spec not in chosen:
-            log.warning(
-                "'%s' of shape %s stays in %s: %s needs rows and columns in multiples of %s",
-                spec.name,
-                spec.shape,
-                spec.dtype,
-                name_of_format,
-                FORMATS[name_of_format].divisors,
-            )
+    chosen = {spec.name for spec in _wanted(specs, linear, config) if FORMATS[name_of_format].fits(spec.shape)}
     if not chosen:
         rows, columns = FORMATS[name_of_format].divisors
         raise ValueError(
             f"{name_of_format}: no weight can be quantized; it needs nn.Linear weights (not tied to an embedding) that "
             f"match {config.quantized_param_name_patterns}, with rows in multiples of {rows} and columns of {columns}"
         )
-    dtypes = {spec.dtype for spec in chosen}
+    check_dtypes({spec.dtype for spec in specs if spec.name in chosen})
+    return [dataclasses.replace(spec, quantized=name_of_format) if spec.name in chosen else spec for spec in specs]
+
+
+def check_dtypes(dtypes: set[torch.dtype]) -> None:
+    """Refuse quantized weights of these dtypes together.
+
+    Raises:
+        ValueError: several, or one that is neither bf16 nor fp32.
+    """
     if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32}:
         raise ValueError(
             f"quantized weights must be all bf16 or all fp32, found {', '.join(sorted(map(str, dtypes)))}; choose some "
             "with quantized_param_name_patterns, or convert the model"
         )
-    return [dataclasses.replace(spec, quantized=name_of_format) if spec in chosen else spec for spec in specs]
+
+
+def _wanted(specs: Sequence[ParamSpec], linear: Collection[str], config: MegabufConfig) -> list[ParamSpec]:
+    patterns = config.quantized_param_name_patterns
+    return [
+        spec
+        for spec in specs
+        if spec.name in linear and any(p == "all" or fnmatch.fnmatch(spec.name, p) for p in patterns)
+    ]
 
 
 def store_maker(config: MegabufConfig, plan: BucketPlan) -> MakeStore:

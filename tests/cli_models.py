@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from typer.testing import CliRunner
@@ -29,6 +32,23 @@ def worked_example() -> nn.Module:
     return nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in ((64, 64), (96, 32), (32, 32))))
 
 
+class Linears(nn.Module):
+    """One weight that every format takes, one that blocks do not fit, one tied to an embedding, one of a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 64)
+        self.first = nn.Linear(64, 96)
+        self.odd = nn.Linear(96, 40)
+        self.last = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
+        self.head = nn.Linear(64, 32)
+        self.head.weight = self.words.weight
+
+
+def linears() -> nn.Module:
+    return Linears()
+
+
 def frozen() -> nn.Module:
     return tiny().requires_grad_(False)
 
@@ -41,11 +61,26 @@ def broken() -> nn.Module:
     raise RuntimeError("first line\nsecond line")
 
 
+def options_of(config: Mapping[str, Any]) -> str:
+    """``config`` on the command line."""
+    texts = []
+    for name, value in config.items():
+        option = name.replace("_", "-")
+        texts.append(f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option} {value}")
+    return " ".join(texts)
+
+
 def run(*arguments: str) -> str:
     """What ``megabuf`` prints."""
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.stderr or repr(result.exception)
     return result.stdout
+
+
+def ledger(arguments: str, column: str) -> dict[str, int]:
+    """Bytes, or counts, by row."""
+    rows = json.loads(run("ledger", *arguments.split(), "--json"))["rows"]
+    return {row["name"]: row[column] for row in rows if column in row}
 
 
 def error_of(*arguments: str) -> str:

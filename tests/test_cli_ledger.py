@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
-from cli_models import check_golden, error_of, run, tiny
+from cli_attached import QUANTIZED, Attached
+from cli_models import check_golden, error_of, ledger, run, tiny, worked_example
 from helpers import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from torch import nn
 import megabuf_fx as mb
 import megabuf_fx._compat as _compat
 from megabuf_fx.cli.counting import setup_of, terms_of
-from megabuf_fx.cli.ledger import BufferKind, Setup, Terms, evaluate, make_rows, symbolic_terms
+from megabuf_fx.cli.ledger import SYMBOLS, BufferKind, Setup, Terms, evaluate, make_rows, symbolic_terms
 from megabuf_fx.cli.units import format_bytes
 from megabuf_fx.planning import plan_model
 from megabuf_fx.runtime.layout import ParamSpec
@@ -32,12 +34,6 @@ GB, MB = 10**9, 10**6
 
 WRITE_UP = "--params 7.5e9 --tp 2 --pp 2 --dp 64 --grad-reduce-in-fp32"
 """Its configuration: P = 7.5e9, bf16 parameters, fp32 gradients, distributed optimizer."""
-
-
-def ledger(arguments: str, column: str) -> dict[str, int]:
-    """Bytes, or counts, by row."""
-    rows = json.loads(run("ledger", *arguments.split(), "--json"))["rows"]
-    return {row["name"]: row[column] for row in rows if column in row}
 
 
 # The 7B example of the write-up: what it says, digit for digit, then what is so.
@@ -131,41 +127,18 @@ def test_errors_are_one_line(arguments: str, message: str) -> None:
 
 def test_comparison_says_why_a_line_is_missing() -> None:
     text = run("ledger", "gpt2", "--dp", "3", "--compare")
-    assert "\nNVFP4 parameters: no parameter can be stored as nvfp4" in text
+    assert "\nNVFP4 parameters: nvfp4: no weight can be quantized; it needs nn.Linear weights" in text
     assert "\n2 optimizer instances: num_distributed_optimizer_instances=2 does not divide the 3 ranks" in text
 
 
-# Quantized: the worked example of 8192 elements in W0 [64, 64], W1 [96, 32], W2 [32, 32].
-
-
-@pytest.mark.parametrize(
-    ("options", "param_data", "outside"),
-    [
-        ("--fp8-param-gather", 8192, 3 * 8),
-        ("--fp8-param-gather --fp8-recipe mxfp8", 16384, 8192 + 256),
-        ("--fp8-param-gather --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 0, 8192 + 256),
-        ("--fp4-param-gather", 4096, 32 + 3 * 4),
-    ],
-)
-@pytest.mark.parametrize("grad_bytes", [2, 4])
-def test_quantized_bytes(options: str, param_data: int, outside: int, grad_bytes: int) -> None:
-    fp32 = "--grad-reduce-in-fp32" if grad_bytes == 4 else "--no-grad-reduce-in-fp32"
-    arguments = f"cli_models:worked_example --dtype bf16 --dp 2 --bucket-size 4000 {fp32} {options}"
-    rows = ledger(arguments, "counted")
-    assert rows["grad_data"] == 8192 * grad_bytes
-    assert rows["param_data"] == param_data
-    assert rows["codes and scales"] == outside
-    assert rows["bf16 shadow"] == 4096 * 2
-    assert rows["buckets"] == 2
-    # Gathered over two ranks, each sends half: MXFP8 as bf16.
-    assert rows["parameter all-gather"] == (param_data or 16384) // 2
+# Quantized.
 
 
 def test_one_shadow_serves_all_buffers() -> None:
     kinds = (BufferKind("fp8", 2, 2, "fp8"), BufferKind("fp8_experts", 2, 2, "fp8", is_expert=True))
     setup = Setup(kinds, sharded=True)
     formulas = {row.name: str(row.amount) for row in make_rows(setup, symbolic_terms(setup))}
-    assert formulas["bf16 shadow"] == "2*Max(S_fp8, S_fp8_experts)"
+    assert formulas["shadow"] == "2*Max(S_fp8, S_fp8_experts)"
 
 
 def test_unquantized_parameters_have_a_buffer_of_their_own() -> None:
@@ -176,7 +149,7 @@ def test_unquantized_parameters_have_a_buffer_of_their_own() -> None:
     assert rows["param_data"] == mlp + 2 * rest
     assert rows["grad_data"] == 2 * 6_738_415_616
     assert rows["fp32 masters"] == 4 * 6_738_415_616 // 64
-    assert rows["codes and scales"] == 8 * 32 * 3
+    assert rows["codes and scales"] == (16 + 12 + 4) * 32 * 3
 
 
 # Against the plan: the same bytes by another way, for random parameters and configs.
@@ -210,7 +183,7 @@ def values_of(symbols: Sequence[Terms], numbers: Sequence[Terms], *, threshold: 
     """Numbers by the name of their symbol."""
     values = {"K": threshold}
     for names, amounts in zip(symbols, numbers):
-        for field in ("P", "N", "B", "M", "S", "n", "u"):
+        for field in SYMBOLS:
             values[str(getattr(names, field))] = getattr(amounts, field)
         for symbol in names.shards.free_symbols:
             values[str(symbol)] = amounts.instances if str(symbol) == "i" else amounts.shards * amounts.instances
@@ -314,49 +287,19 @@ ATTACHED: list[dict[str, Any]] = [
 ]
 
 
-def storage(*tensors: torch.Tensor) -> int:
-    """Bytes behind different storages."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
+def check_attached(build: Callable[[], nn.Module], config: mb.MegabufConfig) -> None:
+    attached = Attached(seeded(build), config)
+    sizes, ledger = attached.sizes, attached.ledger()
+    attached.handle.detach()
+    assert sizes == ledger
 
 
-def measured(model: nn.Module, config: mb.MegabufConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that an attached model has, and those of the ledger of its plan."""
-    handle = mb.attach(model, config)
-    buffers = handle.buffers.buffers
-    optimizer = mb.DistributedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    for buffer in buffers:
-        buffer.grad_data.zero_()
-    for run_ in optimizer.runs:
-        run_.master.grad = torch.zeros_like(run_.master)
-    optimizer.inner.step()  # which makes the moments
-    moments = [v for state in optimizer.inner.state.values() for k, v in state.items() if k.startswith("exp_avg")]
-    masters = [run.master for run in optimizer.runs if not run.is_aliased]
-    found = {
-        "grad_data": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "fp32 masters": sum(master.nbytes for master in masters),
-        "Adam moments": sum(moment.nbytes for moment in moments),
-        "fp32 gradient sums": sum(
-            main_grad.nbytes
-            for buffer in buffers
-            for index, main_grad in buffer.main_grads.items()
-            if main_grad is not buffer.grad_views[index]
-        ),
-    }
-    if handle.plan.sharded:
-        found["param_data"] = sum(buffer.param_data.nbytes for buffer in buffers if buffer.param_data is not None)
-        assert storage(*(param.detach() for param in model.parameters())) == found["param_data"]
-    else:
-        found["parameters"] = storage(*(param.detach() for param in model.parameters()))
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    terms = terms_of(handle.plan, config, dp_rank=rank)
-    rows = {row.name: int(row.amount) for row in make_rows(setup_of(handle.plan, config), terms)}
-    handle.detach()
-    return found, {name: rows.get(name, 0) for name in found}
+def bf16() -> nn.Module:
+    return tiny().bfloat16()
 
 
 def mixed() -> nn.Module:
-    """bf16 with a norm in fp32: two buffers."""
+    """bf16 with a norm in fp32: two buffers, three with quantized weights."""
     model = tiny().bfloat16()
     model[1].float()  # type: ignore[index]
     return model
@@ -364,15 +307,105 @@ def mixed() -> nn.Module:
 
 @pytest.mark.parametrize("config", ATTACHED, ids=str)
 @pytest.mark.parametrize("build", [tiny, mixed])
-def test_numbers_are_those_of_attached_buffers(config: dict[str, Any], build: Any) -> None:
+def test_numbers_are_those_of_attached_buffers(config: dict[str, Any], build: Callable[[], nn.Module]) -> None:
     full = mb.MegabufConfig(**config)
-    alone = dataclasses.replace(full, num_distributed_optimizer_instances=1)
-    found, expected = measured(seeded(build), alone)
-    assert found == expected
+    check_attached(build, dataclasses.replace(full, num_distributed_optimizer_instances=1))
     for rank in (0, 5, 7):
         with _compat.fake_process_group(world_size=8, rank=rank):
-            found, expected = measured(seeded(build), full)
-        assert found == expected
+            check_attached(build, full)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize("build", [tiny, bf16, mixed])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"bucket_size": 100}, {"pad_buckets_for_high_nccl_busbw": True}, {"num_distributed_optimizer_instances": 2}],
+    ids=str,
+)
+def test_numbers_are_those_of_quantized_buffers(
+    name: str, fp32: bool, build: Callable[[], nn.Module], config: dict[str, Any]
+) -> None:
+    """Slots of scales, padded codes, histories and the shadow; ``tiny`` needs padding in each of them."""
+    full = mb.MegabufConfig(inner_compiler="aot_eager", grad_reduce_in_fp32=fp32, **QUANTIZED[name], **config)
+    check_attached(build, dataclasses.replace(full, num_distributed_optimizer_instances=1))
+    for rank in (0, 7):
+        with _compat.fake_process_group(world_size=8, rank=rank):
+            check_attached(build, full)
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process; those that compilers only think about have other types or devices."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter) and found.is_cpu]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("name", ["plain", *QUANTIZED])
+def test_nothing_else_is_kept(name: str) -> None:
+    """What there is more of than before is in the ledger, up to flags and the optimizer's step counts."""
+    before = live_bytes()
+    attached = Attached(seeded(mixed), mb.MegabufConfig(inner_compiler="aot_eager", **QUANTIZED.get(name, {})))
+    more = live_bytes() - before
+    assert 0 <= more - attached.ledger()["resident"] < 256
+    attached.handle.detach()
+
+
+@pytest.mark.parametrize("dp", [2, 128])
+def test_divisor_of_packed_buckets(dp: int) -> None:
+    """Half a bucket divides by the ranks, too; the others are cut as ever."""
+    config = mb.MegabufConfig(fp4_param_gather=True)
+    specs = [ParamSpec("w", (48, 16), BF16, quantized="nvfp4"), ParamSpec("norm", (48,), BF16)]
+    terms = terms_of(plan_model(config, specs, dp_size=dp), config, dp_rank=0)
+    assert [(t.u, t.N) for t in terms] == {2: [(128, 768), (128, 128)], 128: [(256, 768), (128, 128)]}[dp]
+    formulas = {row.name: str(row.amount) for row in make_rows(*_with_symbols(plan_model(config, specs, dp_size=dp)))}
+    assert "(u_nvfp4 - 1)" in formulas["bucket-end padding (nvfp4)"]
+    assert "(u - 1)" in formulas["bucket-end padding (bf16)"]
+
+
+def _with_symbols(plan: BucketPlan) -> tuple[Setup, tuple[Terms, ...]]:
+    setup = setup_of(plan, mb.MegabufConfig())
+    return setup, symbolic_terms(setup)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_formulas_of_the_worked_example(name: str) -> None:
+    """They have even shares, and there each rank owns half."""
+    config = mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=4000, **QUANTIZED[name])
+    with _compat.fake_process_group(world_size=2, rank=0):
+        attached = Attached(seeded(worked_example).bfloat16(), config)
+        attached.handle.detach()
+    setup = setup_of(attached.handle.plan, attached.config)
+    terms = terms_of(attached.handle.plan, attached.config, dp_rank=0)
+    symbols = symbolic_terms(setup)
+    values = values_of(symbols, terms, threshold=4000)
+    assert [evaluate(row.amount, values) for row in make_rows(setup, symbols)] == [
+        row.amount for row in make_rows(setup, terms)
+    ]
+
+
+def test_estimate_of_quantized_parameters() -> None:
+    rows = ledger("--params 1024e6 --dp 128 --fp4-param-gather --bucket-size 128000000", "estimate")
+    assert rows["param_data"] == 512 * MB
+    assert rows["codes and scales"] == 4 * MB
+    assert rows["bucket-end padding"] == 8 * (2 * 128 - 1) * 2
+    rows = ledger("--params 1024e6 --dp 4 --fp8-param-gather --fp8-recipe mxfp8 --dtype fp32", "estimate")
+    assert rows["param_data"] == 4096 * MB
+    assert rows["codes and scales"] == (1024 + 32) * MB
+    assert rows["fp32 masters"] == 1024 * MB
+
+
+def test_comparison_of_chosen_weights() -> None:
+    """Formats are compared for the weights that are asked for; the options of one format stay with it."""
+    arguments = "cli_models:linears --dtype bf16 --compare --json --quantized-param-name-patterns first*"
+    delayed = "--fp8-param-gather --fp8-recipe delayed --fp8-amax-history-len 4"
+    entries = {entry["variant"]: entry for entry in json.loads(run("ledger", *f"{arguments} {delayed}".split()))}
+    first, shadow, scale = 96 * 64, 96 * 64 * 2, 16 + 12 + 4
+    plain = entries["gradients in parameter dtype"]
+    assert entries["fp8 parameters"]["param_data"] == plain["param_data"] - first
+    assert entries["fp8 parameters"]["outside"] == shadow + scale
+    assert entries["NVFP4 parameters"]["param_data"] == plain["param_data"] - first * 3 // 2
+    assert not any("reason" in entry for name, entry in entries.items() if "instances" not in name)
 
 
 # Units.

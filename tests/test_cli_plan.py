@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cli_models
 import pytest
 import torch
 import torch.distributed as dist
-from cli_models import check_golden, error_of, experts, run, tiny
+from cli_models import check_golden, error_of, experts, options_of, run, tiny
 from helpers import Mlp, batch, fresh_compiler, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,6 +134,53 @@ def test_plan_of_experts_is_that_of_attach() -> None:
     assert plan_json("cli_models:experts", "--dp", "8", "--expert-dp", "2")["plan"]["digest"] == digest
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp8_param_gather": True},
+        {"fp8_param_gather": True, "fp8_recipe": "delayed", "fp8_amax_history_len": 4},
+        {"fp8_param_gather": True, "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+        {"fp4_param_gather": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("build", ["linears", "experts"])
+def test_quantized_plan_is_that_of_attach(config: dict[str, Any], build: str) -> None:
+    """Which weights are quantized, too: of linear layers themselves, not tied to an embedding, of sizes that fit."""
+    options: list[str] = ["--expert-dp", "2"] if build == "experts" else []
+    with _compat.fake_process_group(world_size=8, rank=5):
+        group = dist.new_group([1, 5]) if build == "experts" else None
+        full = mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=1000, **config)
+        handle = mb.attach(getattr(cli_models, build)().bfloat16(), full, expert_process_group=group)
+        digest = handle.plan.digest
+        stored = {spec.name for spec in handle.plan.params if spec.quantized}
+        handle.detach()
+    arguments = f"cli_models:{build} --dp 8 --dtype bf16 --bucket-size 1000 {options_of(config)}".split()
+    found = plan_json(*arguments, *options)
+    assert {param["name"] for param in found["plan"]["params"] if param["quantized"]} == stored
+    assert found["plan"]["digest"] == digest
+    if build == "linears":
+        assert stored == {"first.weight", *([] if "fp4_param_gather" in config else ["odd.weight"])}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tensor_parallel_weights_are_quantized_by_their_part(tmp_path: Path, pp: int) -> None:
+    """A rank's part decides whether blocks fit; a head tied to the embedding stays on every stage as it is."""
+    path = tmp_path / "tied.json"
+    path.write_text(json.dumps({**SMALL_LLAMA, "tie_word_embeddings": True}))
+    options = f"--tp 2 --pp {pp} --stage {pp - 1} --fp8-param-gather --fp8-recipe mxfp8"
+    params = plan_json(str(path), *options.split())["plan"]["params"]
+    stored = {
+        param["name"].removeprefix("model.layers.3.")
+        for param in params
+        if param["quantized"] and ".3." in param["name"]
+    }
+    # Input features by rank: 64, but 32 of the attention's output and 48 of the last product.
+    attention = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    assert stored == attention | {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
+    assert not any(param["quantized"] for param in params if "layers" not in param["name"])
+
+
 def test_world_stands_for_dp() -> None:
     by_world = plan_json("llama-7b", "--world", "16384", "--tp", "8", "--pp", "4", "--stage", "2")
     assert by_world == plan_json("llama-7b", "--dp", "512", "--tp", "8", "--pp", "4", "--stage", "2")
@@ -143,9 +191,9 @@ def test_world_stands_for_dp() -> None:
 # Dumps.
 
 
-def dump_mlp(directory: Path) -> str:
+def dump_mlp(directory: Path, **options: Any) -> str:
     model = seeded(Mlp)
-    config = mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=600, dump_dir=str(directory))
+    config = mb.MegabufConfig(inner_compiler="aot_eager", bucket_size=600, dump_dir=str(directory), **options)
     handle = mb.attach(model, config)
     torch.compile(model, backend="megabuf")(batch(0, 0, 0, 6, 13)).square().mean().backward()
     digest = handle.plan.digest
@@ -162,6 +210,28 @@ def test_dump_gives_parameters(tmp_path: Path) -> None:
     assert "another plan than that in the dump (dp 1 per instance, sharded)" in run("plan", str(tmp_path), "--dp", "4")
     assert "--tp and --pp are for whole models" in error_of("plan", str(tmp_path), "--tp", "2")
     assert "leave out --dtype" in error_of("plan", str(tmp_path), "--dtype", "bf16")
+
+
+def test_dump_of_quantized_parameters(tmp_path: Path) -> None:
+    """A dump has the format; options can repeat it and add what a dump has not."""
+    fp8 = ["--fp8-param-gather"]
+    digest = dump_mlp(tmp_path, fp8_param_gather=True)
+    arguments = [str(tmp_path), "--bucket-size", "600"]
+    plain, repeated = plan_json(*arguments), plan_json(*arguments, *fp8)
+    assert plain == repeated
+    assert plain["plan"]["digest"] == digest
+    delayed = plan_json(*arguments, *fp8, "--fp8-recipe", "delayed", "--fp8-amax-history-len", "16")
+    sizes = [
+        {row["name"]: row["counted"] for row in found["ledger"]["rows"]}["codes and scales"]
+        for found in (plain, delayed)
+    ]
+    assert sizes == [3 * (28 + 4), 3 * (28 + 4 * 16)]
+    assert "the parameters of the dump are stored as fp8, not as nvfp4" in error_of(
+        "plan", *arguments, "--fp4-param-gather"
+    )
+    patterns = [*fp8, "--quantized-param-name-patterns", "fc1*"]
+    assert "leave out --quantized-param-name-patterns" in error_of("plan", *arguments, *patterns)
+    assert "needs use_distributed_optimizer=True" in error_of("plan", *arguments, "--no-use-distributed-optimizer")
 
 
 def test_dump_of_another_version(tmp_path: Path) -> None:
@@ -205,11 +275,19 @@ def test_no_dump(tmp_path: Path, text: str) -> None:
         ("gpt2 --dp 4 --num-distributed-optimizer-instances 3", "does not divide the 4 ranks of process_group"),
         ("gpt2 --expert-dp 2", "this one has none"),
         ("cli_models:experts --dp 4 --expert-dp 3", "--expert-dp 3 does not divide the 4 data-parallel ranks"),
-        ("gpt2 --fp8-param-gather", "no parameter can be stored as fp8"),
-        ("llama-7b --fp8-param-gather --fp4-param-gather", "exclude each other"),
-        ("llama-7b --reuse-grad-buf-for-mxfp8-param-ag", "needs --fp8-param-gather --fp8-recipe mxfp8"),
-        ("llama-7b --fp4-param-gather --no-use-distributed-optimizer", "need --use-distributed-optimizer"),
-        ("llama-7b --quantized-param-name-patterns x", "needs --fp8-param-gather or --fp4-param-gather"),
+        (
+            "gpt2 --fp8-param-gather",
+            "fp8: no weight can be quantized; it needs nn.Linear weights (not tied to",
+        ),
+        ("llama-7b --fp8-param-gather --fp4-param-gather", "a weight has one format"),
+        ("llama-7b --reuse-grad-buf-for-mxfp8-param-ag", "needs fp8_param_gather=True with fp8_recipe='mxfp8'"),
+        ("llama-7b --fp4-param-gather --no-use-distributed-optimizer", "fp4_param_gather=True needs use_distributed"),
+        ("llama-7b --quantized-param-name-patterns x", "needs fp8_param_gather=True or fp4_param"),
+        (
+            "llama-7b --fp8-param-gather --fp8-amax-history-len 4",
+            "fp8_amax_history_len=4 needs fp8_param_gather=True with",
+        ),
+        ("llama-7b --fp8-param-gather --dtype fp16", "must be all bf16 or all fp32, found torch.float16"),
     ],
 )
 def test_errors_are_one_line(arguments: str, message: str) -> None:

@@ -97,7 +97,9 @@ def difference(found: list[Sent], expected: list[Sent]) -> list[str]:
 
 def test_traces_tell_enough() -> None:
     traces = [
-        run[f"trace_step{step}_rank0"] for run in covered_runs(layer_wise=False) for step in range(min(run["config"]["steps"], 2))
+        run[f"trace_step{step}_rank0"]
+        for run in covered_runs(layer_wise=False)
+        for step in range(min(run["config"]["steps"], 2))
     ]
     assert len(traces) == 192
     assert sum(len(megatron_trace(trace)) for trace in traces) == 806

@@ -20,6 +20,8 @@ from megabuf_fx.cli.units import format_bytes
 
 _QUIET: dict[str, Any] = {
     "fp8_param_gather": False,
+    "fp8_recipe": "tensorwise",
+    "fp8_amax_history_len": 1,
     "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "quantized_param_name_patterns": None,
@@ -27,17 +29,19 @@ _QUIET: dict[str, Any] = {
 }
 
 
-def _variants() -> list[tuple[str, dict[str, Any]]]:
-    mxfp8: dict[str, Any] = {"fp8_param_gather": True, "fp8_recipe": "mxfp8"}
+def _variants(options: LayoutOptions) -> list[tuple[str, dict[str, Any]]]:
+    which: dict[str, Any] = {"quantized_param_name_patterns": options.quantized_param_name_patterns}
+    fp8: dict[str, Any] = {"fp8_param_gather": True, **which}
+    mxfp8: dict[str, Any] = {**fp8, "fp8_recipe": "mxfp8"}
     plain: dict[str, Any] = {"num_distributed_optimizer_instances": 1, "reduce_scatter_with_fp32_accumulation": False}
     return [
         ("fp32 gradients", {"grad_reduce_in_fp32": True, "param_name_patterns_for_fp32_local_accumulation": None}),
         ("gradients in parameter dtype", {"grad_reduce_in_fp32": False}),
         ("no distributed optimizer", {"use_distributed_optimizer": False, **plain}),
-        ("fp8 parameters", {"fp8_param_gather": True, "fp8_recipe": "tensorwise"}),
+        ("fp8 parameters", fp8),
         ("MXFP8 gathered in grad_data", {**mxfp8, "reuse_grad_buf_for_mxfp8_param_ag": True}),
         ("MXFP8 gathered on its own", mxfp8),
-        ("NVFP4 parameters", {"fp4_param_gather": True}),
+        ("NVFP4 parameters", {"fp4_param_gather": True, **which}),
         ("2 optimizer instances", {**plain, "num_distributed_optimizer_instances": 2}),
     ]
 
@@ -47,7 +51,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """One entry per kind of buffers, in bytes, or with the reason why it is none; FSDP last, for comparison."""
     entries: list[dict[str, Any]] = []
-    for label, changes in _variants():
+    for label, changes in _variants(options):
         variant = dataclasses.replace(options, **{**_QUIET, **changes})
         try:
             setup, terms = _numbers(source, params, variant)
@@ -67,10 +71,7 @@ def _numbers(
         assert params is not None
         return setup_of_options(options), [estimated_terms(options, params)]
     job = make_job(source, options)
-    reuses = job.quantization is not None and job.quantization.reuses_grad_buffer
-    return setup_of(job.plan, job.config, reuses_grad_buffer=reuses), terms_of(
-        job.plan, job.config, dp_rank=job.parallel.dp_rank
-    )
+    return setup_of(job.plan, job.config), terms_of(job.plan, job.config, dp_rank=job.parallel.dp_rank)
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, int]:
@@ -80,11 +81,11 @@ def _summary(rows: Sequence[Row]) -> dict[str, int]:
     return {
         "grad_data": total("grad_data"),
         "param_data": total("param_data"),
-        "outside": total("parameters", "codes and scales", "bf16 shadow", "fp32 gradient sums"),
+        "outside": total("parameters", "codes and scales", "shadow", "fp32 gradient sums"),
         "optimizer": total("fp32 masters", "Adam moments"),
         "resident": round(sum((Fraction(row.amount) for row in rows if row.kind == "resident"), Fraction())),
         "reduced": total("gradient reduce-scatter", "gradient all-reduce", "all-reduce across instances"),
-        "gathered": total("parameter all-gather"),
+        "gathered": total("parameter all-gather", "amax all-reduce"),
     }
 
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import torch
 
-from megabuf_fx.cli.ledger import BufferKind, Setup, Terms
+from megabuf_fx.cli.ledger import FP32, BufferKind, Setup, Terms
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.runtime.buffers import find_promoted
-from megabuf_fx.runtime.layout import BufferLayout, bucket_end_divisor
+from megabuf_fx.runtime.layout import BufferLayout, bucket_end_divisor, pad_to_divisor
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.runtime.quantized_formats import FORMATS
 from megabuf_fx.runtime.shards import ShardRange, compute_shard_ranges
+from megabuf_fx.runtime.stored_params import SLOT_ALIGNMENT
 
 
-def setup_of(
-    plan: BucketPlan, config: MegabufConfig, *, reuses_grad_buffer: bool = False, is_cut: bool = True
-) -> Setup:
+def setup_of(plan: BucketPlan, config: MegabufConfig, *, is_cut: bool = True) -> Setup:
     """What decides the formulas for this plan. ``is_cut``: there is a bucket threshold."""
     return Setup(
         buffers=tuple(_kind_of(plan, layout) for layout in plan.layouts),
         sharded=plan.sharded,
         is_cut=is_cut,
         has_instances=config.num_distributed_optimizer_instances > 1,
-        reuses_grad_buffer=reuses_grad_buffer,
+        reuses_grad_buffer=config.reuse_grad_buf_for_mxfp8_param_ag,
         sums_in_fp32=bool(find_promoted(plan, config.param_name_patterns_for_fp32_local_accumulation)),
         # A group of one reduces nothing.
         reduces_by_all_to_all=config.reduce_scatter_with_fp32_accumulation and plan.dp_size > 1,
@@ -51,7 +52,9 @@ def terms_of(plan: BucketPlan, config: MegabufConfig, *, dp_rank: int) -> tuple[
     found = []
     for layout in plan.layouts:
         sizes = {param: plan.params[param].numel for param in layout.params}
-        quantized = [size for param, size in sizes.items() if plan.params[param].quantized]
+        # A buffer has quantized parameters of one format, or none.
+        stored = plan.params[layout.params[0]].quantized
+        quantized = list(sizes.values()) if stored else []
         elements = sum(sizes.values())
         ranges = shard_ranges(plan, layout, dp_rank=dp_rank, instances=instances)
         found.append(
@@ -66,12 +69,34 @@ def terms_of(plan: BucketPlan, config: MegabufConfig, *, dp_rank: int) -> tuple[
                 S=max(quantized, default=0),
                 n=len(quantized),
                 buckets=len(layout.buckets),
+                C=sum(block_scale_slots(size, stored) for size in quantized),
+                A=sum(block_amax_slots(size, stored) for size in quantized),
+                H=config.fp8_amax_history_len,
                 u=bucket_end_divisor(
-                    plan.dp_size_of(layout.key), pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw
+                    plan.dp_size_of(layout.key),
+                    pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+                    packed=stored == "nvfp4",
                 ),
             )
         )
     return tuple(found)
+
+
+def block_scale_slots(numel: int, stored: str | None) -> int:
+    """Bytes of the slot for a parameter's block scales of one byte each (``stored_params.aligned_slots``)."""
+    return pad_to_divisor(_blocks(numel, stored), SLOT_ALIGNMENT)
+
+
+def block_amax_slots(numel: int, stored: str | None) -> int:
+    """fp32 numbers that the ranks exchange for a parameter's block amaxes: of NVFP4, as MXFP8 needs none."""
+    return pad_to_divisor(_blocks(numel, stored), SLOT_ALIGNMENT // FP32) if stored == "nvfp4" else 0
+
+
+def _blocks(numel: int, stored: str | None) -> int:
+    """Blocks of a parameter that have a scale of their own."""
+    if stored not in ("mxfp8", "nvfp4"):
+        return 0
+    return -(-numel // math.prod(FORMATS[stored].divisors))
 
 
 def shard_ranges(plan: BucketPlan, layout: BufferLayout, *, dp_rank: int, instances: int) -> tuple[ShardRange, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -13,10 +15,10 @@ from megabuf_fx.checks import check_groups
 from megabuf_fx.cli.errors import CliError
 from megabuf_fx.cli.models import DTYPES, DumpedModel, MetaModel, load_model
 from megabuf_fx.cli.options import LayoutOptions
-from megabuf_fx.cli.quantization import Quantization, mark_quantized
 from megabuf_fx.cli.stages import params_of_rank
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.planning import bucket_threshold, plan_model
+from megabuf_fx.quantization import choose_quantized
 from megabuf_fx.runtime.layout import ParamSpec
 from megabuf_fx.runtime.plan import BucketPlan
 
@@ -49,7 +51,6 @@ class Job:
     model: str
     parallel: Parallel
     config: MegabufConfig
-    quantization: Quantization | None
     plan: BucketPlan
     threshold: int | None
     """Elements after which a bucket closes."""
@@ -95,11 +96,9 @@ def make_job(source: MetaModel | DumpedModel, options: LayoutOptions) -> Job:
     Raises:
         CliError: anything that ``attach`` would refuse, or an option that does not fit the model.
     """
-    quantization = options.quantization
     dumped = source if isinstance(source, DumpedModel) else None
     parallel = parallel_of(options, default_dp=dumped.dp_size if dumped is not None else 1)
-    config = options.make_config()
-    specs = _specs_of(source, parallel, quantization)
+    config, specs = _quantized_specs(source, parallel, options.make_config())
     with _groups(parallel, options.expert_dp, specs) as (group, expert_group):
         try:
             check_groups(specs, config, group, expert_group)
@@ -115,26 +114,44 @@ def make_job(source: MetaModel | DumpedModel, options: LayoutOptions) -> Job:
         model=source.name,
         parallel=parallel,
         config=config,
-        quantization=quantization,
         plan=plan,
         threshold=bucket_threshold(config, specs, dp_size=parallel.dp),
         dumped=dumped,
     )
 
 
-def _specs_of(
-    source: MetaModel | DumpedModel, parallel: Parallel, quantization: Quantization | None
-) -> tuple[ParamSpec, ...]:
+def _quantized_specs(
+    source: MetaModel | DumpedModel, parallel: Parallel, config: MegabufConfig
+) -> tuple[MegabufConfig, tuple[ParamSpec, ...]]:
+    """The rank's parameters as they are stored, and the config with their format where a dump says which."""
     if isinstance(source, DumpedModel):
         if parallel.tp * parallel.pp > 1:
             raise CliError("a dump holds what one rank has; --tp and --pp are for whole models")
-        if quantization is not None:
-            raise CliError("a dump says which parameters are quantized; leave out the options for that")
-        return source.specs
+        return _config_of_dump(source, config), source.specs
     params = params_of_rank(source.module, tp=parallel.tp, pp=parallel.pp, stage=parallel.stage)
-    if quantization is None:
-        return params.specs
-    return mark_quantized(params.specs, params.linear_weights, quantization)
+    try:
+        return config, tuple(choose_quantized(params.specs, params.linear_weights, config))
+    except ValueError as error:
+        raise CliError(str(error)) from error
+
+
+def _config_of_dump(dumped: DumpedModel, config: MegabufConfig) -> MegabufConfig:
+    """``config`` with the format in which the dump's parameters are stored. Options may repeat it, which is how to say
+    what a dump does not (a history, shared storage)."""
+    stored = next((spec.quantized for spec in dumped.specs if spec.quantized), None)
+    if config.quantized_param_name_patterns != MegabufConfig().quantized_param_name_patterns:
+        raise CliError("a dump says which parameters are quantized; leave out --quantized-param-name-patterns")
+    if config.quantization is not None and config.quantization != stored:
+        raise CliError(f"the parameters of the dump are stored as {stored or 'they are'}, not as {config.quantization}")
+    if stored is None or config.quantization is not None:
+        return config
+    try:
+        if stored == "nvfp4":
+            return dataclasses.replace(config, fp4_param_gather=True)
+        recipe: Literal["tensorwise", "mxfp8"] = "mxfp8" if stored == "mxfp8" else "tensorwise"
+        return dataclasses.replace(config, fp8_param_gather=True, fp8_recipe=recipe)
+    except ValueError as error:
+        raise CliError(str(error)) from error
 
 
 @contextlib.contextmanager

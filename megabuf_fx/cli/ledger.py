@@ -2,7 +2,8 @@
 
 [Note: what the ledger counts]
 Everything that attached buffers and ``DistributedOptimizer`` with AdamW hold for as long as training lasts, and the
-largest temporaries of a step, in bytes. Activations, NCCL's own memory and a few hundred bytes of flags are not in it.
+largest temporaries of a step, in bytes. Not in it are activations, weights while they are dequantized for a product or
+shown to eager code, what kernels that quantize need meanwhile, NCCL's own memory and a few hundred bytes of flags.
 Symbols, for each buffer (with the buffer's name as suffix where there are several):
 
     P  parameter elements on this rank           N  elements of the buffer: P and its padding
@@ -11,6 +12,8 @@ Symbols, for each buffer (with the buffer's name as suffix where there are sever
     u  divisor of bucket ends
     M  elements summed in fp32 tensors of their own (``param_name_patterns_for_fp32_local_accumulation``)
     S  elements of the largest quantized parameter                    n  number of quantized parameters
+    C  bytes of block scales, each parameter's rounded up to 16       H  steps of fp8's amax history
+    A  fp32 block amaxes (NVFP4), each parameter's rounded up to 16 bytes
 
 A rank owns ``P * i / d`` parameter elements on average. Which it owns exactly depends on where padding lies, so numbers
 taken from a plan say exactly what the rank asked for holds.
@@ -25,19 +28,19 @@ from typing import Any, Literal, NamedTuple
 
 import sympy
 
-from megabuf_fx.cli.quantization import QuantizedKind
+from megabuf_fx.runtime.quantized_formats import FORMATS, FormatName
+from megabuf_fx.runtime.stored_params import SLOT_ALIGNMENT
 
 Amount = Any
 """A sympy expression, or a number (``int``, ``Fraction``): the same arithmetic serves both, and sympy has no types."""
 
 FP32 = 4
-BF16 = 2
 MOMENTS = 2
 """Of AdamW, fp32 each."""
-FP8_SCALARS = 8
-"""Bytes per tensor: scale and its inverse, fp32. Histories of delayed scaling are not counted."""
-MX_BLOCK = 32
-NVFP4_TILE = 16 * 16
+FP8_SCALARS = 3 * FP32
+"""Bytes of a parameter's scale, of that with which its codes were made, and of the running amax (``StoredFp8``)."""
+SYMBOLS = ("P", "N", "B", "M", "S", "n", "C", "A", "H", "u")
+"""Fields of ``Terms`` that have a symbol of their own."""
 
 Kind = Literal["resident", "detail", "temporary", "traffic", "bucket", "count"]
 
@@ -49,9 +52,9 @@ class BufferKind:
     name: str
     """Suffix of its symbols: ``bf16``, ``fp8``, ``bf16_experts``."""
     weight_bytes: int
-    """Of the logical dtype: 2 for a quantized parameter."""
+    """Of the logical dtype, which a quantized parameter also has."""
     grad_bytes: int
-    quantized: QuantizedKind | None = None
+    quantized: FormatName | None = None
     is_expert: bool = False
 
 
@@ -86,6 +89,9 @@ class Terms(NamedTuple):
     M: Amount
     S: Amount
     n: Amount
+    C: Amount
+    A: Amount
+    H: Amount
     buckets: Amount
     u: Amount
 
@@ -109,7 +115,7 @@ def make_rows(setup: Setup, terms: Sequence[Terms]) -> tuple[Row, ...]:
     rows = [Row("grad_data", "resident", sum(kind.grad_bytes * t.N for kind, t in pairs))]
     if setup.sharded:
         is_shared = setup.reuses_grad_buffer and bool(quantized)
-        remark = "MXFP8 parameters are gathered in grad_data" if is_shared else ""
+        remark = "MXFP8 weights are gathered in grad_data" if is_shared else ""
         rows.append(Row("param_data", "resident", sum(_param_bytes(setup, kind) * t.N for kind, t in pairs), remark))
     else:
         remark = "in the modules' own storage"
@@ -119,11 +125,12 @@ def make_rows(setup: Setup, terms: Sequence[Terms]) -> tuple[Row, ...]:
             Row("codes and scales", "resident", sum(_quantized_bytes(k, t) for k, t in quantized), "outside the buffer")
         )
         rows.append(
+            # One for all, as all quantized parameters of a model have one dtype.
             Row(
-                "bf16 shadow",
+                "shadow",
                 "resident",
-                BF16 * _largest([t.S for _, t in quantized]),
-                "of the largest quantized parameter",
+                quantized[0][0].weight_bytes * _largest([t.S for _, t in quantized]),
+                "memory of hidden parameters: that of the largest",
             )
         )
     if setup.sums_in_fp32:
@@ -143,39 +150,40 @@ def make_rows(setup: Setup, terms: Sequence[Terms]) -> tuple[Row, ...]:
 
 def _masters(setup: Setup, pairs: Sequence[tuple[BufferKind, Terms]]) -> Row:
     if setup.sharded:
-        # Those of fp32 parameters are views of param_data (``Run.is_aliased``).
-        return Row("fp32 masters", "resident", sum(FP32 * t.owned for kind, t in pairs if kind.weight_bytes < FP32))
+        # Those of plain fp32 parameters are views of param_data (``Run.is_aliased``).
+        amount = sum(FP32 * t.owned for kind, t in pairs if kind.weight_bytes < FP32 or kind.quantized)
+        return Row("fp32 masters", "resident", amount)
     # The optimizer's runs go over parameters with storage of their own, so they are copies of any dtype.
     return Row("fp32 masters", "resident", sum(FP32 * t.owned for _, t in pairs), "a torch.optim optimizer has none")
 
 
 def _param_bytes(setup: Setup, kind: BufferKind) -> int | Fraction:
     """Bytes of ``param_data`` per element."""
-    if kind.quantized == "mxfp8":
-        return 0 if setup.reuses_grad_buffer else BF16
-    return _gathered_bytes(kind)
+    return 0 if kind.quantized == "mxfp8" and setup.reuses_grad_buffer else _gathered_bytes(kind)
 
 
 def _gathered_bytes(kind: BufferKind) -> int | Fraction:
-    """Bytes per element that a parameter gather moves: MXFP8 is gathered as bf16 and quantized by every rank."""
-    if kind.quantized == "fp8":
-        return 1
-    if kind.quantized == "nvfp4":
-        return Fraction(1, 2)
-    return kind.weight_bytes
+    """Bytes per element that a gather moves: codes, but MXFP8 is gathered unquantized and quantized by every rank."""
+    if kind.quantized is None or kind.quantized == "mxfp8":
+        return kind.weight_bytes
+    each = FORMATS[kind.quantized].elements_per_byte
+    return 1 if each == 1 else Fraction(1, each)
 
 
 def _quantized_bytes(kind: BufferKind, t: Terms) -> Amount:
-    """What quantized parameters hold outside of the buffer."""
+    """What quantized parameters hold outside of the buffer (``StoredParams.tensors``)."""
     if kind.quantized == "mxfp8":
-        return t.P + t.P * Fraction(1, MX_BLOCK)
+        # Codes have the positions of the buffer, padding included.
+        return t.N + t.C
     if kind.quantized == "nvfp4":
-        return t.P * Fraction(1, NVFP4_TILE) + FP32 * t.n
-    return FP8_SCALARS * t.n
+        return t.C + SLOT_ALIGNMENT * t.n
+    return (SLOT_ALIGNMENT + FP8_SCALARS) * t.n + FP32 * t.H * t.n
 
 
 def _padding_bytes(setup: Setup, kind: BufferKind, t: Terms) -> Amount:
     per_element = kind.grad_bytes + (_param_bytes(setup, kind) if setup.sharded else 0)
+    if kind.quantized == "mxfp8":
+        per_element += 1  # codes
     if isinstance(t.N, sympy.Expr):
         # Left as a product: how many elements is what one wants to see.
         return sympy.Mul(per_element, t.N - t.P, evaluate=False)
@@ -211,6 +219,11 @@ def _traffic(setup: Setup, pairs: Sequence[tuple[BufferKind, Terms]]) -> list[Ro
         rows.append(Row("all-reduce across instances", "traffic", amount))
     amount = sum(_gathered_bytes(kind) * _others(t.N, t.shards) for kind, t in pairs)
     rows.append(Row("parameter all-gather", "traffic", amount))
+    if any(kind.quantized in ("fp8", "nvfp4") for kind, _ in pairs):
+        # All ranks must find the same scales; across instances, too.
+        numbers = [(t, t.A if kind.quantized == "nvfp4" else t.n if kind.quantized else 0) for kind, t in pairs]
+        amount = sum(2 * FP32 * (_others(a, t.shards) + _others(a, t.instances)) for t, a in numbers)
+        rows.append(Row("amax all-reduce", "traffic", amount, "for scales"))
     return rows
 
 
@@ -261,6 +274,8 @@ def symbolic_terms(setup: Setup) -> tuple[Terms, ...]:
         i = symbol("i", "") if setup.has_instances else 1
         shards = d / i
         p = symbol("P", suffix)
+        # Ends of packed buckets can have a divisor of their own.
+        u = kind.name if kind.quantized == "nvfp4" and not is_single else "experts" if kind.is_expert else ""
         found.append(
             Terms(
                 P=p,
@@ -272,8 +287,11 @@ def symbolic_terms(setup: Setup) -> tuple[Terms, ...]:
                 M=symbol("M", suffix),
                 S=symbol("S", suffix),
                 n=symbol("n", suffix),
+                C=symbol("C", suffix),
+                A=symbol("A", suffix),
+                H=symbol("H", ""),
                 buckets=sympy.floor(p / symbol("K", "")) if setup.is_cut else sympy.Integer(1),
-                u=symbol("u", "experts" if kind.is_expert else ""),
+                u=symbol("u", u),
             )
         )
     return tuple(found)

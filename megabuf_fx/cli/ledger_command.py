@@ -36,7 +36,8 @@ def show_ledger(options: LedgerOptions) -> None:
     """Memory of one rank: formulas and bytes of buffers, optimizer state, temporaries and traffic.
 
     Numbers are counted from the plan of MODEL, exactly, padding included; or estimated from --params alone, with even
-    shards and no padding; or both, side by side. 1 GB is 1e9 bytes.
+    shards, no padding, and nothing for the number and largest of the quantized weights, which it does not know; or
+    both, side by side. 1 GB is 1e9 bytes.
 
     \b
     Examples:

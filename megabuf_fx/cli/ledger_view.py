@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from megabuf_fx.cli.counting import setup_of, terms_of
 from megabuf_fx.cli.job import Job
-from megabuf_fx.cli.ledger import Row, Setup, Terms, make_rows, symbolic_terms
+from megabuf_fx.cli.ledger import SYMBOLS, Row, Setup, Terms, make_rows, symbolic_terms
 from megabuf_fx.cli.units import format_bytes, format_count
 
 
@@ -27,12 +27,7 @@ class Ledger:
 
 def ledger_of(job: Job) -> Ledger:
     """The ledger of a planned rank."""
-    setup = setup_of(
-        job.plan,
-        job.config,
-        reuses_grad_buffer=job.quantization is not None and job.quantization.reuses_grad_buffer,
-        is_cut=job.threshold is not None,
-    )
+    setup = setup_of(job.plan, job.config, is_cut=job.threshold is not None)
     terms = terms_of(job.plan, job.config, dp_rank=job.parallel.dp_rank)
     formulas = make_rows(setup, symbolic_terms(setup))
     return Ledger(formulas, None, make_rows(setup, terms), symbol_values(setup, terms, job.threshold))
@@ -44,7 +39,7 @@ def symbol_values(setup: Setup, terms: Sequence[Terms], threshold: int | None = 
     formulas = symbolic_terms(setup)
     used = {str(s) for row in make_rows(setup, formulas) for s in getattr(row.amount, "free_symbols", ())}
     for symbols, numbers in zip(formulas, terms):
-        for field in ("P", "N", "B", "M", "S", "n", "u"):
+        for field in SYMBOLS:
             found[str(getattr(symbols, field))] = format_count(getattr(numbers, field))
         shards = symbols.shards
         d = next(str(s) for s in shards.free_symbols if str(s) != "i")

@@ -9,22 +9,12 @@ from typing import Annotated, Literal
 import typer
 
 from megabuf_fx.cli.errors import CliError
-from megabuf_fx.cli.quantization import Quantization
 from megabuf_fx.config import MegabufConfig
 
 MODEL_HELP = (
     "module:function that returns a model (called on the meta device), a Hugging Face config name or JSON file, "
     "llama-7b, llama-70b, megatron-llama-7b (fused weights), gpt2 (built in), or a directory of MEGABUF_DUMP."
 )
-
-_QUANTIZED = {
-    "fp8_param_gather",
-    "fp8_recipe",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "fp4_param_gather",
-    "quantized_param_name_patterns",
-}
-"""Options that mark parameters and count their bytes; the layout follows from the marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,47 +82,25 @@ class LayoutOptions:
         typer.Option(metavar="PATTERN", help="Names whose 16-bit gradients are summed in fp32; repeatable."),
     ] = None
     fp8_param_gather: Annotated[
-        bool, typer.Option("--fp8-param-gather", help="Linear weights in fp8, gathered as bytes (MXFP8: as bf16).")
+        bool,
+        typer.Option("--fp8-param-gather", help="Linear weights in fp8, gathered as bytes; MXFP8 unquantized."),
     ] = False
     fp8_recipe: Annotated[
         Literal["tensorwise", "delayed", "mxfp8"], typer.Option(help="Recipe of --fp8-param-gather.")
     ] = "tensorwise"
+    fp8_amax_history_len: Annotated[int, typer.Option(help="Steps that --fp8-recipe delayed remembers.")] = 1
     reuse_grad_buf_for_mxfp8_param_ag: Annotated[
         bool,
-        typer.Option("--reuse-grad-buf-for-mxfp8-param-ag", help="Gather MXFP8 parameters in the gradient buffer."),
+        typer.Option("--reuse-grad-buf-for-mxfp8-param-ag", help="Gather MXFP8 weights in the gradients' storage."),
     ] = False
     fp4_param_gather: Annotated[bool, typer.Option("--fp4-param-gather", help="Linear weights in NVFP4.")] = False
     quantized_param_name_patterns: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Which linear weights are quantized; repeatable. [all that divide]"),
+        typer.Option(metavar="PATTERN", help="Names of the linear weights that are quantized; repeatable. [all]"),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in elements or bytes, as the keys say.")] = (
         False
     )
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """What is quantized.
-
-        Raises:
-            CliError: options that exclude each other.
-        """
-        if self.fp8_param_gather and self.fp4_param_gather:
-            raise CliError("--fp8-param-gather and --fp4-param-gather exclude each other")
-        is_mxfp8 = self.fp8_param_gather and self.fp8_recipe == "mxfp8"
-        if self.reuse_grad_buf_for_mxfp8_param_ag and not is_mxfp8:
-            raise CliError("--reuse-grad-buf-for-mxfp8-param-ag needs --fp8-param-gather --fp8-recipe mxfp8")
-        if not self.fp8_param_gather and not self.fp4_param_gather:
-            if self.quantized_param_name_patterns:
-                raise CliError("--quantized-param-name-patterns needs --fp8-param-gather or --fp4-param-gather")
-            return None
-        if not self.use_distributed_optimizer:
-            raise CliError("quantized parameters need --use-distributed-optimizer: the fp32 values live in its shards")
-        return Quantization(
-            kind="nvfp4" if self.fp4_param_gather else "mxfp8" if is_mxfp8 else "fp8",
-            reuses_grad_buffer=self.reuse_grad_buf_for_mxfp8_param_ag,
-            patterns=tuple(self.quantized_param_name_patterns or ()),
-        )
 
     def make_config(self) -> MegabufConfig:
         """The options that are fields of ``MegabufConfig``; what changes neither layout nor memory stays default.
@@ -140,12 +108,13 @@ class LayoutOptions:
         Raises:
             CliError: what ``MegabufConfig`` refuses.
         """
-        known = {field.name for field in dataclasses.fields(MegabufConfig)} - _QUANTIZED
+        known = {field.name for field in dataclasses.fields(MegabufConfig)}
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(LayoutOptions) if field.name in known
         }
-        patterns = values["param_name_patterns_for_fp32_local_accumulation"]
-        values["param_name_patterns_for_fp32_local_accumulation"] = tuple(patterns or ())
+        # Typer has lists for options that repeat; without any, the default of the config stands.
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        values = {name: value for name, value in values.items() if value not in (None, ())}
         try:
             return MegabufConfig(**values, pipeline_parallel_rank=self.stage)
         except (TypeError, ValueError) as error:

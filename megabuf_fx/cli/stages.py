@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megabuf_fx.cli.errors import CliError
+from megabuf_fx.quantization import linear_weights
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec, pad_to_divisor
 
@@ -46,7 +47,7 @@ class RankParams:
 
     specs: tuple[ParamSpec, ...]
     linear_weights: frozenset[str]
-    """Names of those that are the weight of an ``nn.Linear``."""
+    """Names of those that could be quantized (``quantization.linear_weights``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,8 @@ def params_of_rank(model: nn.Module, *, tp: int, pp: int, stage: int) -> RankPar
     if not owned:
         raise CliError(f"stage {stage} of {pp} has no trainable parameters")
     specs = [_divide(param, tp) if tp > 1 else param.spec for param in owned]
-    linear = frozenset(
-        param.spec.name for param in owned if isinstance(param.module, nn.Linear) and param.spec.name.endswith("weight")
-    )
-    return RankParams(tuple(specs), linear)
+    # A head tied to the embedding is none of them, on either stage.
+    return RankParams(tuple(specs), frozenset(linear_weights(model) & {spec.name for spec in specs}))
 
 
 def _owned_params(model: nn.Module) -> list[_Owned]:
