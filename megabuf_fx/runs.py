@@ -142,13 +142,13 @@ def write_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
             torch._foreach_copy_(list(run.params), run.parts)
     buffers.release_gradients()
     if buffers.weights is not None:
-        buffers.weights.write(_quantized_pieces(buffers, runs))
+        buffers.weights.write(_pieces_to_write(buffers, runs))
 
 
 def stage_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
     """Write again what a gather has used up; masters are those of the last ``write_params``."""
     if buffers.weights is not None:
-        buffers.weights.write(_quantized_pieces(buffers, runs), only_staged=True)
+        buffers.weights.write(_pieces_to_write(buffers, runs), only_staged=True)
 
 
 def read_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
@@ -177,6 +177,19 @@ def _quantized_pieces(buffers: ModelBuffers, runs: Sequence[Run]) -> dict[int, l
                 _, slot = buffers.locations[param]
                 found.setdefault(run.buffer, []).append(ShardPiece(param, position - slot.start, values))
                 position += numel
+    return found
+
+
+def _pieces_to_write(buffers: ModelBuffers, runs: Sequence[Run]) -> dict[int, list[ShardPiece]]:
+    """The masters, and where a gather uses up what was staged also the parameters without one, as they are stored."""
+    found = _quantized_pieces(buffers, runs)
+    updated = {piece.param for pieces in found.values() for piece in pieces}
+    for number, start, end, param in _owned_pieces(buffers):
+        stored = buffers.buffers[number].stored
+        if stored is not None and stored.is_staged and param not in updated:
+            offset = start - buffers.locations[param][1].start
+            values = stored.values(param).reshape(-1)[offset : offset + end - start]
+            found.setdefault(number, []).append(ShardPiece(param, offset, values.float()))
     return found
 
 

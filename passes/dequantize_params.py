@@ -28,7 +28,7 @@ from megabuf_fx.passes.graph_utils import (
     HIDDEN,
     PARAM,
     inherit_provenance,
-    is_view,
+    is_view_of,
     outputs,
     placeholders,
     positions,
@@ -65,8 +65,9 @@ def find_saved_params(graph: Graph, plan: GraphPlan) -> dict[str, HiddenInput]:
     of these nodes."""
     known = {node: hidden for node in placeholders(graph) if (hidden := find_hidden_inputs(graph, plan).get(node.name))}
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and is_view(node) and node.args[0] in known:
-            base = known[node.args[0]]
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source in known and is_view_of(node, source):
+            base = known[source]
             known[node] = HiddenInput(base.param, (*base.views, ViewStep(node.target, node.args[1:], node.kwargs)))
     saved = {
         value.name: (value, known[value]) for value in outputs(graph) if isinstance(value, Node) and value in known
@@ -125,8 +126,9 @@ def _find_reads(placeholder: Node) -> _Reads:
     computes: dict[Node, None] = {}
     pending = [placeholder]
     while pending:
-        for user in pending.pop().users:
-            if user.op == "call_function" and is_view(user):
+        source = pending.pop()
+        for user in source.users:
+            if is_view_of(user, source):
                 views[user] = None
                 pending.append(user)
             elif user.op != "output":

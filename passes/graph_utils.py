@@ -148,6 +148,12 @@ def is_view(node: Node) -> bool:
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
 
 
+def is_view_of(node: Node, source: Node) -> bool:
+    """Whether this op does nothing but view ``source``. In-place ops read or write it, whichever argument it is."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and is_view(node) and node.args[:1] == (source,)
+
+
 def storage_input(node: Node) -> Node:
     """The graph input of which ``node`` is a view, or the node itself."""
     *_, base = _bases(node)

@@ -22,7 +22,7 @@ from megabuf_fx.passes.contract import GraphPass, PassError
 from megabuf_fx.passes.graph_utils import (
     HIDDEN,
     PARAM,
-    is_view,
+    is_view_of,
     outputs,
     placeholders,
     positions,
@@ -107,8 +107,9 @@ def verify_hidden(gm: GraphModule) -> GraphModule:
             continue
         pending = [placeholder]
         while pending:
-            for user in pending.pop().users:
-                if user.op == "call_function" and is_view(user):
+            source = pending.pop()
+            for user in source.users:
+                if is_view_of(user, source):
                     pending.append(user)
                 elif user.op != "output":
                     raise PassError(HIDDEN_PARAMS.name, f"the memory of quantized '{param.name}' is read", user)

@@ -45,7 +45,8 @@ class QuantizedWeights:
         largest = max((plan.params[index].numel for index in self._store_of), default=0)
         dtype = plan.params[next(iter(self._store_of))].dtype if self._store_of else torch.bfloat16
         self._shadow = torch.full((largest,), torch.nan, dtype=dtype, device=params[0].device)
-        self._shown: set[int] = set()
+        self._shown: dict[int, int] = {}
+        """Parameters that hold their values, and the address of what ``show`` gave them."""
         self._written: dict[int, int] = {}
         self.given: dict[int, Tensor] = {}
         """Values from outside that are finer than what is stored: those at ``attach``, or loaded ones. Masters are made
@@ -81,7 +82,7 @@ class QuantizedWeights:
         for index in indices:
             if index in self._store_of and index not in self._shown:
                 self._params[index].data = self._store_of[index].values(index)
-                self._shown.add(index)
+                self._shown[index] = self._params[index].data_ptr()
                 self._note(index)
 
     def hide(self) -> None:
@@ -102,6 +103,9 @@ class QuantizedWeights:
                 continue
             if always or not torch.equal(self._params[index], self._store_of[index].values(index)):
                 self._take(index, self._params[index].detach().clone())
+                # Eager code goes on reading it, and must see what graphs see.
+                self._params[index].data.copy_(self._store_of[index].values(index))
+            self._shown[index] = self._params[index].data_ptr()
             self._note(index)
 
     def load(self, index: int, values: Tensor) -> None:
@@ -132,7 +136,7 @@ class QuantizedWeights:
     def refuse_replaced(self) -> None:
         """Raise when somebody replaced ``param.data``."""
         for index in self._store_of:
-            if index not in self._shown and self._params[index].data_ptr() != self._shadow.data_ptr():
+            if self._params[index].data_ptr() != self._shown.get(index, self._shadow.data_ptr()):
                 raise RuntimeError(
                     f"the data of quantized parameter '{self._plan.params[index].name}' was replaced after attach, "
                     "which its codes do not see; use load_state_dict, or detach, change the model and attach again"
@@ -170,7 +174,7 @@ class QuantizedWeights:
 
     def _hide(self, index: int) -> None:
         self._params[index].data = self._shadow[: self._params[index].numel()].view(self._plan.params[index].shape)
-        self._shown.discard(index)
+        self._shown.pop(index, None)
         self._note(index)
 
     def _note(self, index: int) -> None:

@@ -54,6 +54,8 @@ class SharedStorage:
         self.phases = [SharedPhase.GRADIENTS] * len(buckets)
         self.are_gradients_needed = False
         """Gradients were written and no step has used them."""
+        self.is_used_up = False
+        """Parameters were staged since gradients were written, so there are none, also where it was cleared since."""
 
     def write_gradients(self) -> None:
         """The first gradient of a step is about to be written: no bucket may hold parameters (I1, I4)."""
@@ -69,15 +71,18 @@ class SharedStorage:
                     "gather must be waited for before the first backward, or weights are lost"
                 )
         self.are_gradients_needed = True
+        self.is_used_up = False
 
     def read_gradients(self, what: str) -> None:
         """Somebody (``what``) uses reduced gradients: no parameters may have been staged over them (I2)."""
-        for bucket, phase in enumerate(self.phases):
-            if phase is not SharedPhase.GRADIENTS:
-                raise SharedStorageError(
-                    f"{what}, but bucket {self._names[bucket]} already holds {phase.value} (I2): with a shared buffer "
-                    "gradients end with step; do this before it"
-                )
+        held = [(bucket, phase.value) for bucket, phase in enumerate(self.phases) if phase is not SharedPhase.GRADIENTS]
+        if self.is_used_up:
+            held.append((0, "zeros, after parameters"))
+        for bucket, found in held:
+            raise SharedStorageError(
+                f"{what}, but bucket {self._names[bucket]} already holds {found} (I2): with a shared buffer "
+                "gradients end with step; do this before it"
+            )
 
     def release_gradients(self) -> None:
         """The optimizer has used the gradients; norm, clipping and logging are over."""
@@ -92,6 +97,7 @@ class SharedStorage:
             )
         if self.phases[bucket] is not SharedPhase.STAGED:
             self._move(bucket, SharedPhase.GRADIENTS, SharedPhase.STAGED, "staged")
+        self.is_used_up = True
 
     def gather(self, bucket: int) -> None:
         """The all-gather starts."""

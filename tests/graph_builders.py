@@ -13,7 +13,7 @@ from helpers import Mlp, batch, seeded
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,11 +59,11 @@ def leave_modules_out_of_collections() -> None:
     gc.freeze()
 
 
-def trace(model: nn.Module, *args: Tensor, table: str, dynamic: bool = False) -> Traced:
+def trace(model: nn.Module, *args: Tensor, table: str, dynamic: bool = False, saves_views: bool = False) -> Traced:
     """Dynamo's and AOTAutograd's graphs of ``model(*args)`` and its backward, as the backend gets them.
 
     Inputs of the Dynamo graph come in the order of their first use, as in the backend. ``dynamic`` makes sizes symbols,
-    which are inputs too.
+    which are inputs too. ``saves_views``: with the partitioner that recomputes nothing, not even views.
     """
     graphs: dict[str, GraphModule] = {}
     runs: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -92,7 +92,9 @@ def trace(model: nn.Module, *args: Tensor, table: str, dynamic: bool = False) ->
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
             decompositions=select_decomp_table() if table == "inductor" else {},
-            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            partition_fn=default_partition
+            if saves_views
+            else functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         )
         with functorch_config.patch(enable_autograd_cache=False):
             compiled: Callable[..., Any] = compiler(gm, list(example_inputs))
