@@ -122,6 +122,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The ``ProcessGroupNCCL`` behind a group; checked on torch 2.11.0, 2.13.0, 2.14.1 (by its Python API, without a
+    GPU)."""
+    return group._get_backend(device)
+
+
 def scaler_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> dict[str, Tensor]:
     """What a ``GradScaler`` keeps on the device: ``loss_scale`` and ``growth_tracker``."""
     if scaler._scale is None:

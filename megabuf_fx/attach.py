@@ -16,6 +16,7 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.checks import check_groups, check_model, compare_ranks
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.handle import MegabufHandle, live_handles
+from megabuf_fx.nccl_memory import check_nccl_ub, make_memory
 from megabuf_fx.planning import plan_model
 from megabuf_fx.quantization import mark_quantized, store_maker
 from megabuf_fx.runtime.collectives import Comm
@@ -71,6 +72,7 @@ def attach(
             specs = _mark_layer_wise(model, named, specs)
         specs = mark_quantized(model, specs, config)
         check_groups(specs, config, group, expert_group)
+        check_nccl_ub(config, named[0][1].device, group)
     except (ValueError, NotImplementedError) as caught:
         # A rank whose model is refused tells the others first, so that none of them waits.
         problem, error = str(caught), caught
@@ -104,6 +106,7 @@ def attach(
         comms,
         RuntimeOptions(**options),
         make_store,
+        make_memory(config, named[0][1].device, comms),
         rank=rank,
         is_profiling=_compat.is_profiling,
     )

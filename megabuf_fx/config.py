@@ -98,6 +98,9 @@ class MegabufConfig:
     differ are an error that names the first parameter and the ranks."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad sharded bucket ends to multiples of 65536 elements."""
+    nccl_ub: bool = False
+    """Allocate buffers from NCCL's own memory and register them with its communicators (user buffer registration). On
+    GPUs with NCCL and several ranks only."""
     init_sync: bool = True
     """Broadcast parameters and module buffers from the group's first rank in ``attach``, as DDP does."""
     gradient_accumulation_fusion: bool = True

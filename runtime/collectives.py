@@ -79,6 +79,10 @@ class Comm(Protocol):
         """Raise when the process group is gone."""
         ...
 
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry buffers."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -118,6 +122,9 @@ class LocalComm:
 
     def check_alive(self) -> None:
         return None
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        return []
 
     def close(self) -> None:
         return None
@@ -165,6 +172,9 @@ class ProcessGroupComm:
                 f"the process group of {self.name} is gone (destroy_process_group or detach was called); "
                 "attach the model again after init_process_group"
             )
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        return [self.group]
 
     def all_reduce(self, full: Tensor, *, average: bool) -> PendingWork:
         work = dist.all_reduce(full, op=_reduce_op(average), group=self.group, async_op=True)

@@ -23,6 +23,7 @@ from megabuf_fx.runtime.flags import was_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
 from megabuf_fx.runtime.leaf_nodes import leaf_nodes
+from megabuf_fx.runtime.memory import BufferMemory
 from megabuf_fx.runtime.offload import Offload
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
@@ -45,6 +46,7 @@ class ModelBuffers:
         comms: Communicators,
         options: RuntimeOptions,
         make_store: MakeStore | None = None,
+        memory: BufferMemory | None = None,
         *,
         rank: int = 0,
         is_profiling: Callable[[], bool] = lambda: False,
@@ -62,17 +64,20 @@ class ModelBuffers:
         self.options = options
         device = params[0].device
         promoted = find_promoted(plan, options.param_name_patterns_for_fp32_local_accumulation)
-        self.buffers = [
-            ParamGradBuffer(
-                layout,
-                params,
-                device=device,
-                sharded=plan.sharded,
-                promoted=promoted,
-                make_store=make_store if layout.key.param_dtype == torch.uint8 else None,
-            )
-            for layout in plan.layouts
-        ]
+        self._memory = memory or BufferMemory()
+        with self._memory.allocating():
+            self.buffers = [
+                ParamGradBuffer(
+                    layout,
+                    params,
+                    device=device,
+                    sharded=plan.sharded,
+                    promoted=promoted,
+                    make_store=make_store if layout.key.param_dtype == torch.uint8 else None,
+                )
+                for layout in plan.layouts
+            ]
+        self._memory.register()
         self.main_grads = [self.buffers[buffer].main_grads[i] for i, (buffer, _) in enumerate(self.locations)]
         for number, buffer in enumerate(self.buffers):
             if plan.owners is not None:
@@ -102,7 +107,7 @@ class ModelBuffers:
         is_quantized = any(buffer.stored is not None for buffer in self.buffers)
         self.weights = QuantizedWeights(plan, params, self.buffers, self._reduce_amax) if is_quantized else None
         """The quantized parameters, if there are any."""
-        self.offload = Offload(self._gradient_memory(), self._parameter_memory())
+        self.offload = Offload(self._gradient_memory(), self._parameter_memory(), self._memory)
         """What of this memory is away."""
         self.state = StepState(plan)
         self.capture = CaptureState(device)
@@ -674,4 +679,5 @@ class ModelBuffers:
             self.weights.release()
         for buffer in self.buffers:
             buffer.release()
+        self._memory.close()
         self.comms.close()

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megabuf_fx.runtime.memory import BufferMemory
+
 Kind = Literal["gradients", "parameters"]
 
 
@@ -56,7 +58,8 @@ class Storage:
 class Offload:
     """What of one model's memory is away."""
 
-    def __init__(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    def __init__(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor], memory: BufferMemory) -> None:
+        self._memory = memory
         self._storages: dict[Kind, list[Storage]] = {
             "gradients": _storages(gradients, keeps=False),
             "parameters": _storages(parameters, keeps=True),
@@ -83,8 +86,9 @@ class Offload:
         """Rebuild it; whether it was away."""
         if kind not in self._away:
             return False
-        for storage in self._storages[kind]:
-            storage.restore()
+        with self._memory.allocating():
+            for storage in self._storages[kind]:
+                storage.restore()
         self._away.remove(kind)
         return True
 

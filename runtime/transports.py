@@ -114,6 +114,9 @@ class HybridComm:
         self._intra.check_alive()
         self._inter.check_alive()
 
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        return [*self._intra.process_groups(), *self._inter.process_groups()]
+
     def close(self) -> None:
         self._across.shutdown()
         self._inter.close()

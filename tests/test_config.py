@@ -41,6 +41,7 @@ def test_defaults() -> None:
         "check_for_large_grads": False,
         "check_for_drift_every": None,
         "pad_buckets_for_high_nccl_busbw": False,
+        "nccl_ub": False,
         "init_sync": True,
         "gradient_accumulation_fusion": True,
         "dense_layout": False,
@@ -63,7 +64,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("value", [0, 1, None, "true", 1.0])
 def test_flags_are_bools(value: Any) -> None:
     names = [name for name, field in FIELDS.items() if field.type == "bool"]
-    assert len(names) == 23
+    assert len(names) == 24
     for name in names:
         with pytest.raises(TypeError, match=rf"^{name} must be a bool, got {value!r} of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})

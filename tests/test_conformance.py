@@ -23,7 +23,6 @@ class Row(NamedTuple):
     """Why there is none, or what is different."""
 
 
-LAYER_WISE = "the layer-wise optimizer (Muon) is not there yet; its layout and ownership are"
 FINALIZE = "finalize_model_grads is not there yet; the caller reduces what other axes need"
 NOT_OURS = "outside of buffers"
 
@@ -66,7 +65,12 @@ ROWS = [
         "force_all_reduce uses all-reduce and no reduce-scatter, and vice versa",
         ("test_grad_sync_matrix.py::test_every_combination", "test_state_machine.py::test_scenario"),
     ),
-    Row(BUFFERS, "start_param_sync on one rank, legacy layer-wise path", why=LAYER_WISE),
+    Row(
+        BUFFERS,
+        "start_param_sync on one rank, legacy layer-wise path",
+        ("test_layer_wise.py::test_muon_is_that_of_one_process",),
+        "one rank gathers like many; its collective is the identity",
+    ),
     Row(
         BUFFERS,
         "free_overlap_buffers before a checkpoint",
@@ -286,14 +290,40 @@ ROWS = [
     ),
     Row("test_optimizer_param_scheduler.py", "schedules of lr and weight decay", why="torch schedulers, unchanged"),
     Row("test_optimizer_cpu_offloading.py", "optimizer on the CPU", why="not there"),
-    Row(LAYER_WISE_FILE, "every behaviour", why=LAYER_WISE),
+    Row(
+        LAYER_WISE_FILE,
+        "steps, norms, several optimizers, bf16 masters; sync and overlap, with a layout and without, over steps",
+        (
+            "test_layer_wise.py::test_muon_is_that_of_one_process",
+            "test_trajectory.py::test_equals_megatron",
+            "test_layer_wise.py::test_clipping",
+            "test_layer_wise.py::test_groups_keep_their_hyper_parameters",
+        ),
+    ),
+    Row(
+        LAYER_WISE_FILE,
+        "each parameter has one owner; fewer parameters than ranks",
+        (
+            "test_layer_wise.py::test_every_parameter_is_updated_once",
+            "test_trajectory.py::test_equals_megatron",
+        ),
+    ),
+    Row(
+        LAYER_WISE_FILE,
+        "TypeError for optimizers that are wrapped already; switching hooks on and off",
+        why="the class is passed, not an optimizer, and there are no hooks to switch",
+    ),
     Row(
         CHECKPOINT_FILE,
         "buffer-space state across sizes and divisors; fully reshardable state",
         ("test_checkpoint_worlds.py::test_loading_elsewhere_changes_no_bit",),
         "one form only: by parameter, in logical order",
     ),
-    Row("dist_checkpointing/test_layer_wise_optimizer.py", "every behaviour", why=LAYER_WISE),
+    Row(
+        "dist_checkpointing/test_layer_wise_optimizer.py",
+        "state saved and loaded, with a layout and without, across the two",
+        ("test_layer_wise.py::test_checkpoints",),
+    ),
     Row(
         "rl/test_rl_utils.py",
         "gradient buffers offloaded and restored",

@@ -36,7 +36,7 @@ from megabuf_fx.runtime.stored_mxfp8 import StoredMxfp8
 from megabuf_fx.runtime.stored_params import ShardPiece
 
 SCRIPT = Path(__file__).parent / "gpu" / "check.py"
-NEEDS_GPU = {"reduce_overhead", "peak_memory", "step_time", "streams"}
+NEEDS_GPU = {"reduce_overhead", "peak_memory", "step_time", "streams", "nccl_memory"}
 RUNS_HERE = {
     "versions",
     "micro_batch",

@@ -1,7 +1,7 @@
 """Training with quantized parameters: codes and scales after every step, on every rank, against whole masters.
 
 Compiled graphs, the eager path and the shared buffer agree bit for bit. Losses stay near those of the plain 16-bit
-model; the bounds are of these seeds, a few times what was seen.
+model; their bounds are wide, as a few steps of other rounding may lead elsewhere.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.dist
 @pytest.mark.timeout(200)
 def test_ten_lines_run_on_two_processes(tmp_path: Path) -> None:
-    """And what it shows of checkpoints, captured steps and quantized weights, after them."""
-    ten_lines, checkpoints, captured, quantized = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    """And all that it shows after them."""
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     script = tmp_path / "script.py"
-    script.write_text(ten_lines + checkpoints + captured + quantized)
+    script.write_text("".join(blocks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr

@@ -227,7 +227,7 @@ def test_what_nobody_has_a_piece_of_stays(kind: str) -> None:
     ranks.step([4 * master for master in matrices(shapes, 11)])
     ranks.without.add(1)
     before = [tensor.clone() for tensor in ranks.stored[0].stored[1]]
-    state = {name: value.clone() for name, value in ranks.stored[0].scaling_state().items() if name.startswith("w1")}
+    state = {name: value.clone() for name, value in ranks.stored[0].scaling_state(1).items()}
     for step in range(3):
         masters = matrices(shapes, 2 + step)
         ranks.step(masters)
@@ -235,7 +235,7 @@ def test_what_nobody_has_a_piece_of_stays(kind: str) -> None:
         assert equal(tuple(stored.stored[1]), before)
         assert not equal(tuple(stored.stored[0]), tuple(quantized(kind, first[0])))
         for name, value in state.items():
-            assert torch.equal(stored.scaling_state()[name], value), name
+            assert torch.equal(stored.scaling_state(1)[name], value), name
     ranks.without.clear()
     masters = matrices(shapes, 9)
     ranks.step(masters)
@@ -313,10 +313,10 @@ def test_delayed_scales(window: int, margin: int, algorithm: AmaxAlgorithm, dp: 
 def test_the_recipe_of_the_config_is_used() -> None:
     stored = Ranks("delayed", plan_of("delayed", [(16, 16)], dp=1, bucket_size=None)).stored[0]
     stored.quantize(0, torch.full((16, 16), 7.0, dtype=BF16))
-    state = stored.scaling_state()
-    assert state["w0.amax_history"].shape == (HISTORY,)
-    assert state["w0.scale"] == 448 / 2**MARGIN / 7
-    assert state["w0.scale_inv"] == torch.tensor(7 / (448 / 2**MARGIN))
+    state = stored.scaling_state(0)
+    assert state["amax_history"].shape == (HISTORY,)
+    assert state["scale"] == state["used_scale"] == 448 / 2**MARGIN / 7
+    assert stored.stored[0].scale_inv == torch.tensor(7 / (448 / 2**MARGIN))
 
 
 # Storage
@@ -396,8 +396,14 @@ def test_bytes_of_the_worked_example(kind: str, fp32_grads: bool) -> None:
 
 
 ELSEWHERE = {
-    "fp8": {"scale_inv": 3 * 16, "scale": 3 * 4, "amax_history": 3 * 4, "amax": 3 * 4},
-    "delayed": {"scale_inv": 3 * 16, "scale": 3 * 4, "amax_history": HISTORY * 3 * 4, "amax": 3 * 4},
+    "fp8": {"scale_inv": 3 * 16, "scale": 3 * 4, "amax_history": 3 * 4, "amax": 3 * 4, "used_scale": 3 * 4},
+    "delayed": {
+        "scale_inv": 3 * 16,
+        "scale": 3 * 4,
+        "amax_history": HISTORY * 3 * 4,
+        "amax": 3 * 4,
+        "used_scale": 3 * 4,
+    },
     "mxfp8": {"codes": 8192, "scales": 8192 // 32},
     "shared": {"codes": 8192, "scales": 8192 // 32},
     "nvfp4": {"block_scales": 16 + 16 + 16, "tensor_scales": 3 * 16},

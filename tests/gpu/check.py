@@ -21,6 +21,7 @@ its idea, or into a new one, and gets a line in ``BLOCKS`` below, which is the o
     blocks_quantized.py        steps with quantized parameters
     blocks_quantized_memory.py what these save
     quantized_oracles.py       what quantized tensors must be, in fp64 on the host
+    blocks_nccl_memory.py      buffers in memory that NCCL has registered
     blocks_collectives.py      collectives inside a captured step
 """
 
@@ -52,6 +53,7 @@ if importlib.util.find_spec("megabuf_fx") is None:
 from blocks_collectives import HUNG, collectives
 from blocks_kernels import accumulate_gemm, odd_sizes, optimizer_step
 from blocks_micro_batch import micro_batch
+from blocks_nccl_memory import nccl_memory
 from blocks_quantized import quantized_step
 from blocks_quantized_memory import saved_memory
 from blocks_quantizers import casts, quantize_speed, quantizers
@@ -79,6 +81,7 @@ BLOCKS = (
     Block("peak_memory", peak_memory, limit_s=30, needs_gpu=True),
     Block("step_time", step_time, limit_s=45, needs_gpu=True),
     Block("streams", streams, limit_s=30, needs_gpu=True),
+    Block("nccl_memory", nccl_memory, limit_s=30, needs_gpu=True),
     # Last, because a communicator that hangs would take what comes after it along.
     Block("collectives", collectives, limit_s=40),
 )
