@@ -98,7 +98,7 @@ class Captured:
 
     def _check_memory(self) -> None:
         for handle in self._subject.handles:
-            handle.buffers.hide_params()
+            handle.buffers.access.hide_params()
         for handle, epoch in zip(self._subject.handles, self._epochs):
             if handle.buffers.capture.epoch != epoch:
                 self._refuse(handle.buffers.capture.reason)

@@ -141,7 +141,7 @@ def capture(
     if warmup < 2:
         raise ValueError(f"warmup must be at least 2, got {warmup}")
     for handle in subject.handles:
-        handle.buffers.hide_params()
+        handle.buffers.access.hide_params()
     snapshot = Snapshot(subject.changing(), subject.device)
     try:
         with subject.side_stream():

@@ -148,7 +148,7 @@ class MegabufHandle:
     def restore_grad_buffers(self) -> None:
         """Rebuild what ``offload_grad_buffers`` gave back; gradients are zero. Harmless where nothing is away."""
         self._check_usable()
-        self.buffers.offload.restore("gradients")
+        self.buffers.access.offload.restore("gradients")
 
     def offload_param_buffers(self, *, synchronize: bool = True, empty_cache: bool = True) -> int:
         """Move the parameters that lie in buffers to host memory (pinned, with a GPU); bytes given back.
@@ -162,43 +162,43 @@ class MegabufHandle:
         if not self.plan.sharded:
             raise ValueError("parameters are in no buffer (use_distributed_optimizer=False), so none can be offloaded")
         self.buffers.sync_params()
-        self.buffers.hide_params()
+        self.buffers.access.hide_params()
         return self._offload("parameters", "parameter buffers were offloaded", synchronize, empty_cache)
 
     def restore_param_buffers(self) -> None:
         """Move parameters back. Harmless where nothing is away."""
         self._check_usable()
-        self.buffers.offload.restore("parameters")
+        self.buffers.access.offload.restore("parameters")
 
     def _offload(self, kind: Kind, reason: str, synchronize: bool, empty_cache: bool) -> int:
         device = self.buffers.token.device
         if synchronize and device.type == "cuda":
             torch.cuda.synchronize(device)
-        if not self.buffers.offload.offload(kind):
+        if not self.buffers.access.offload.offload(kind):
             return 0
         self.buffers.capture.invalidate(reason)
         if empty_cache and device.type == "cuda":
             torch.cuda.empty_cache()
-        return self.buffers.offload.nbytes(kind)
+        return self.buffers.access.offload.nbytes(kind)
 
     def broadcast_params(self) -> None:
         """Overwrite all parameters, frozen ones too, with those of the group's first rank; experts within their group
         (Megatron ``broadcast_params``). fp32 masters of 16-bit parameters do not follow: call
         ``opt.reload_model_params()``. Every rank must call it."""
         self._check_usable()
-        self.buffers.require_params("parameters are broadcast")
+        self.buffers.access.require_params("parameters are broadcast")
         self.buffers.sync_params()
-        self.buffers.hide_params()
+        self.buffers.access.hide_params()
         for param in self.model.parameters():
             index = self.buffers.index_of(param)
             comm = self.buffers.comms.pair(is_expert=self.buffers.comms.expert is not None and is_expert(param)).grads
-            for tensor in self.buffers.values_of(index) if index is not None else (param,):
+            for tensor in self.buffers.access.values_of(index) if index is not None else (param,):
                 comm.broadcast(tensor.detach())
 
     def zero_grad_buffer(self) -> None:
         """``zero_grad``, and zero all of ``grad_data``, padding included (Megatron). Only for code of yours that reads
         ``main_grad`` of parameters without gradient: nothing here needs zeros."""
-        self.buffers.require_gradients("gradient buffers are zeroed")
+        self.buffers.access.require_gradients("gradient buffers are zeroed")
         self.zero_grad()
         for buffer in self.buffers.buffers:
             buffer.grad_data.zero_()
@@ -213,7 +213,7 @@ class MegabufHandle:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, for example by one over the number of tokens: ``grad_data`` and the fp32 sums."""
-        self.buffers.require_gradients("gradients are scaled")
+        self.buffers.access.require_gradients("gradients are scaled")
         for buffer in self.buffers.buffers:
             buffer.grad_data.mul_(factor)
             for index in buffer.promoted:
@@ -223,7 +223,7 @@ class MegabufHandle:
         """Make every parameter current; needed before raw reads between ``step`` and the next forward with
         ``overlap_param_gather``, and before any raw read of quantized parameters, which then hold their dequantized
         values until the next ``step``. Every rank must call it."""
-        self.buffers.show_params()
+        self.buffers.access.show_params()
 
     def layer_wise_params(self) -> list[nn.Parameter]:
         """The parameters that are whole on one rank, for optimizers that need that (``layer_wise_optimizer=True``)."""
@@ -441,7 +441,7 @@ def _step_hook(owner: weakref.ref[MegabufHandle]) -> Callable[..., None]:
 def _state_dict_hook(handle: MegabufHandle, own: nn.Module) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if module is own and not handle.buffers.is_closed:
-            handle.buffers.require_params("state_dict reads parameters")
+            handle.buffers.access.require_params("state_dict reads parameters")
             handle.buffers.sync_params()
 
     return hook
@@ -458,7 +458,7 @@ class _DeepCopyHook:
 
         def deep_copy(memo: dict[int, Any]) -> nn.Module:
             if not handle.buffers.is_closed:
-                handle.buffers.show_params()
+                handle.buffers.access.show_params()
             own = handle.model.__dict__.pop("__deepcopy__")
             try:
                 return copy.deepcopy(handle.model, memo)

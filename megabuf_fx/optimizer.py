@@ -174,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         buffers = self.handle.buffers
-        buffers.require_params("the optimizer updates parameters")
+        buffers.access.require_params("the optimizer updates parameters")
         self._synchronize()
         buffers.sync_params()
         buffers.check_addresses()
@@ -414,7 +414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _synchronize(self) -> None:
         self.handle.check_synchronized()
         self.handle.finish_grad_sync()
-        self.handle.buffers.require_gradients("the optimizer uses gradients")
+        self.handle.buffers.access.require_gradients("the optimizer uses gradients")
 
     def _fp32_grad(self, run: Run) -> Tensor:
         if run.is_fp32:

@@ -140,7 +140,7 @@ def write_params(buffers: ModelBuffers, runs: Sequence[Run]) -> None:
     for run in runs:
         if not run.is_quantized and not run.is_aliased:
             torch._foreach_copy_(list(run.params), run.parts)
-    buffers.release_gradients()
+    buffers.access.release_gradients()
     if buffers.weights is not None:
         buffers.weights.write(_pieces_to_write(buffers, runs))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabuf_fx.runtime.access import BufferAccess
 from megabuf_fx.runtime.bucket_groups import GradReducer, ParamGatherer, ParamPhase
 from megabuf_fx.runtime.buffers import MakeStore, ParamGradBuffer, find_promoted
 from megabuf_fx.runtime.capture_state import CaptureState
@@ -24,7 +25,6 @@ from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
 from megabuf_fx.runtime.leaf_nodes import leaf_nodes
 from megabuf_fx.runtime.memory import BufferMemory
-from megabuf_fx.runtime.offload import Offload
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
@@ -85,7 +85,6 @@ class ModelBuffers:
                 owners = {index: plan.owners[index] for index in plan.layouts[number].params}
                 names = bucket_names(buffer.layout, plan.params)
                 buffer.own_whole(owners, names, size=comm.size, rank=comm.rank)
-        self._shared = [buffer.shared for buffer in self.buffers if buffer.shared is not None]
         self.publishes_grad = not plan.is_gathered and all(
             main_grad.dtype == spec.dtype for main_grad, spec in zip(self.main_grads, plan.params)
         )
@@ -107,8 +106,7 @@ class ModelBuffers:
         is_quantized = any(buffer.stored is not None for buffer in self.buffers)
         self.weights = QuantizedWeights(plan, params, self.buffers, self._reduce_amax) if is_quantized else None
         """The quantized parameters, if there are any."""
-        self.offload = Offload(self._gradient_memory(), self._parameter_memory(), self._memory)
-        """What of this memory is away."""
+        self.access = BufferAccess(params, self.buffers, self.weights, self._memory, self.sync_params)
         self.state = StepState(plan)
         self.capture = CaptureState(device)
         recorder = make_recorder(
@@ -156,7 +154,7 @@ class ModelBuffers:
             else None
         )
         every = options.check_for_drift_every
-        self.drift = DriftCheck(plan, self.comms, self.values_of, every) if every is not None else None
+        self.drift = DriftCheck(plan, self.comms, self.access.values_of, every) if every is not None else None
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
@@ -172,11 +170,10 @@ class ModelBuffers:
         if self._writer is not None and self._writer != torch.cuda.current_stream(self.token.device):
             # Autograd synchronizes streams for gradients that it sees, and it sees none of a graph's.
             torch.cuda.current_stream(self.token.device).wait_stream(self._writer)
-        self.offload.require("gradients", "gradients are reduced")
         if self.gatherer is not None:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
-        self._claim_shared()
+        self.access.claim_gradients("gradients are reduced")
         for param in self.plan.groups[group].params:
             if not self.state.written[param]:
                 self.main_grads[param].zero_()
@@ -239,7 +236,7 @@ class ModelBuffers:
             raise RuntimeError(
                 "this graph was compiled for buffers that were detached; call torch.compiler.reset() and compile again"
             )
-        self.offload.require("parameters", "a forward runs")
+        self.access.require_params("a forward runs")
         if self.token.is_cuda and not self.capture.is_active and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph of this model is being captured by other means; use megabuf_fx.capture_step or "
@@ -348,8 +345,7 @@ class ModelBuffers:
         """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
         if self._started_in.get(group) != self._backward_id:
             self._refuse_started(group)
-        self.offload.require("gradients", "a backward writes gradients")
-        self._claim_shared()
+        self.access.claim_gradients("a backward writes gradients")
 
     def _refuse_started(self, group: int) -> None:
         if self.reducer.is_started(group):
@@ -372,8 +368,7 @@ class ModelBuffers:
         if self.publishes_grad:
             self._notice_zeroed()
         self.sync_params()
-        self.offload.require("gradients", "a captured micro-batch writes gradients")
-        self._claim_shared()
+        self.access.claim_gradients("a captured micro-batch writes gradients")
         is_later = any(self.state.written[param] for param in writes)
         for param in writes if is_later else ():
             if not self.state.written[param]:
@@ -523,7 +518,7 @@ class ModelBuffers:
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
         self.reducer.reset()
-        self.release_gradients()
+        self.access.release_gradients()
         self._is_finished = False
         self.count_step()
         self.state.reset()
@@ -586,69 +581,18 @@ class ModelBuffers:
         if self.gatherer is not None:
             self.gatherer.wait_all()
 
-    # Quantized parameters, and gradients that share storage with them.
-
-    def _claim_shared(self) -> None:
-        """Gradients are about to be written: nothing else may be in their storage, on any rank."""
-        if self._shared:
-            self.sync_params()
-        for shared in self._shared:
-            shared.write_gradients()
-
-    def require_gradients(self, what: str) -> None:
-        """Raise when the gradients that ``what`` is about to use are away, or parameters lie where they were."""
-        self.offload.require("gradients", what)
-        for shared in self._shared:
-            shared.read_gradients(what)
-
-    def release_gradients(self) -> None:
-        """Nobody needs the gradients of this step any more."""
-        for shared in self._shared:
-            shared.release_gradients()
-
-    def show_params(self) -> None:
-        """Make every parameter current and readable by eager code, quantized ones too, until the next step."""
-        self.require_params("parameters are read")
-        self.sync_params()
-        if self.weights is not None:
-            self.weights.show(self.weights.indices)
-
-    def require_params(self, what: str) -> None:
-        """Raise when the parameters that ``what`` is about to use are away."""
-        self.offload.require("parameters", what)
-
     def drop_gradients(self) -> None:
         """Let go of all gradients of this step and of everything that holds them."""
-        if self._shared:
+        if self.access.is_shared:
             self.sync_params()
         self.reset()
         for param in self.params:
             param.grad = None
 
-    def _gradient_memory(self) -> list[Tensor]:
-        sums = [buffer.main_grads[param] for buffer in self.buffers for param in buffer.promoted]
-        return [*(buffer.grad_data for buffer in self.buffers), *sums]
-
-    def _parameter_memory(self) -> list[Tensor]:
-        """Parameters in buffers; what gathers use up lies with the gradients where storage is shared."""
-        data = [b.param_data for b in self.buffers if b.param_data is not None and b.shared is None]
-        return [*data, *(self.weights.tensors().values() if self.weights is not None else ())]
-
     def is_quantized(self, param: object) -> bool:
         """Whether this is a quantized parameter of the model."""
         index = self.index_of(param)
         return self.weights is not None and index is not None and index in self.weights
-
-    def hide_params(self) -> None:
-        """Let go of what ``show_params`` made, where nobody holds it."""
-        if self.weights is not None:
-            self.weights.hide()
-
-    def values_of(self, index: int) -> Sequence[Tensor]:
-        """The tensors that hold a parameter's value, all the same on all ranks once it is current."""
-        if self.weights is not None and index in self.weights:
-            return tuple(self.weights.stored(index))
-        return (self.params[index],)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything on the device that lives from step to step, parameters apart, by name."""
@@ -668,7 +612,7 @@ class ModelBuffers:
 
     def close(self) -> None:
         """Drain, give parameters their own storage back, leave the registry and destroy the communicators."""
-        self.offload.restore("parameters")
+        self.access.offload.restore("parameters")
         self.sync_params()
         self.reducer.reset()
         self.is_closed = True

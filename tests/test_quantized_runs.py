@@ -68,7 +68,7 @@ class Run:
     def stored(self) -> list[Tensor]:
         """Codes, scales and masters, copied."""
         self.buf.buffers.sync_params()
-        values = [t for index in range(len(self.buf.plan.params)) for t in self.buf.buffers.values_of(index)]
+        values = [t for index in range(len(self.buf.plan.params)) for t in self.buf.buffers.access.values_of(index)]
         return [tensor.detach().clone() for tensor in (*values, *(run.master for run in self.optimizer.runs))]
 
     def close(self) -> None:
