@@ -96,7 +96,7 @@ def formats(rank: int, world: int) -> list[str]:
     return run_cases(cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_formats(ranks: Callable[[int], RankGroup], world: int) -> None:
     check_on(ranks, world, formats, world)
 
