@@ -13,10 +13,13 @@ from megabuf_fx.capture_subject import CaptureError
 from megabuf_fx.checkpoint import async_save_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megabuf_fx.checkpoint_files import CheckpointError
 from megabuf_fx.config import MegabufConfig
+from megabuf_fx.finalize import BiasedRouter, bias_by_sign, finalize_model_grads
 from megabuf_fx.handle import MegabufHandle, handle
-from megabuf_fx.optimizer import DistributedOptimizer
+from megabuf_fx.model_parallel import ModelParallelGroups
+from megabuf_fx.optimizer import DistributedOptimizer, clip_grad_norm_
 
 __all__ = [
+    "BiasedRouter",
     "CaptureError",
     "CapturedMicroBatch",
     "CapturedStep",
@@ -24,10 +27,14 @@ __all__ = [
     "DistributedOptimizer",
     "MegabufConfig",
     "MegabufHandle",
+    "ModelParallelGroups",
     "async_save_checkpoint",
     "attach",
+    "bias_by_sign",
     "capture_micro_batch",
     "capture_step",
+    "clip_grad_norm_",
+    "finalize_model_grads",
     "handle",
     "latest_checkpoint",
     "load_checkpoint",

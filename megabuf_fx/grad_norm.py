@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megabuf_fx.model_parallel import ModelParallelGroups
 from megabuf_fx.runs import Run
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import all_reduce_
@@ -15,14 +16,23 @@ NORM_CHUNK = 2**16
 """Elements summed at once for the gradient norm."""
 
 
-def total_norm(buffers: ModelBuffers, runs: Sequence[Run], norm_type: float) -> Tensor:
-    """Norm of all parameters' gradients, 0-dim fp32, equal on all ranks; one reduction. Padding is in no run.
+def total_norm(
+    buffers: ModelBuffers, runs: Sequence[Run], norm_type: float, counted: Sequence[bool] | None = None
+) -> Tensor:
+    """Norm of all parameters' gradients, 0-dim fp32, equal on all data-parallel ranks; one reduction. Padding is in no
+    run.
 
-    Expert gradients count once for each set of experts.
+    Expert gradients count once for each set of experts. ``counted`` leaves out parameters, one flag for each.
     """
     is_expert = [layout.key.is_expert_parallel for layout in buffers.plan.layouts]
-    dense = _local_norm(buffers, [run.flat_grad for run in runs if not is_expert[run.buffer]], norm_type)
-    expert = _local_norm(buffers, [run.flat_grad for run in runs if is_expert[run.buffer]], norm_type)
+    dense, expert = (
+        _local_norm(
+            buffers,
+            [grad for run in runs if is_expert[run.buffer] is kind for grad in _counted_grads(run, counted)],
+            norm_type,
+        )
+        for kind in (False, True)
+    )
     if norm_type == float("inf"):
         return _all_reduce(buffers, torch.maximum(dense, expert), maximum=True)
     dense, expert = dense.pow(norm_type), expert.pow(norm_type)
@@ -34,12 +44,36 @@ def total_norm(buffers: ModelBuffers, runs: Sequence[Run], norm_type: float) -> 
     return (dense + expert).pow(1.0 / norm_type)
 
 
-def found_inf(buffers: ModelBuffers, runs: Sequence[Run]) -> Tensor:
+def _counted_grads(run: Run, counted: Sequence[bool] | None) -> Sequence[Tensor]:
+    if counted is None or all(counted[param] for param, _ in run.pieces):
+        return [run.flat_grad]
+    grads = run.flat_grad.split([numel for _, numel in run.pieces])
+    return [grad for (param, _), grad in zip(run.pieces, grads) if counted[param]]
+
+
+def total_over_axes(norms: Sequence[Tensor], norm_type: float, groups: ModelParallelGroups | None) -> Tensor:
+    """One norm of those of several models, over tensor-parallel ranks and pipeline stages."""
+    if len(norms) == 1 and groups is None:
+        return norms[0]
+    is_maximum = norm_type == float("inf")
+    stacked = torch.stack(list(norms))
+    total = stacked.max() if is_maximum else stacked.pow(norm_type).sum()
+    if groups is not None:
+        for name in ("tp", "pp"):
+            total = groups.reduce(name, total, "the gradient norm", "max" if is_maximum else "sum")
+    return total if is_maximum else total.pow(1.0 / norm_type)
+
+
+def found_inf(buffers: ModelBuffers, runs: Sequence[Run], groups: ModelParallelGroups | None = None) -> Tensor:
     """Whether a reduced gradient is not finite on any rank: 0-dim bool, still on the device."""
     finite = [run.grad.isfinite().all() for run in runs]
     device = buffers.token.device
     local = torch.stack(finite).logical_not().any() if finite else torch.zeros((), dtype=torch.bool, device=device)
-    return _all_reduce(buffers, local.to(torch.uint8), maximum=True).bool()
+    found = _all_reduce(buffers, local.to(torch.uint8), maximum=True)
+    for name in ("tp", "pp") if groups is not None else ():
+        assert groups is not None
+        found = groups.reduce(name, found, "the check for NaN and Inf", "max")
+    return found.bool()
 
 
 def not_finite(buffers: ModelBuffers, runs: Sequence[Run]) -> list[str]:

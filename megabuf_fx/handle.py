@@ -59,6 +59,8 @@ class MegabufHandle:
         self.plan = plan
         self.buffers = buffers
         self._frozen = [param for param in model.parameters() if buffers.index_of(param) is None]
+        self.agreed: set[str] = set()
+        """Digests of what ranks of other axes have agreed on (``finalize_model_grads``)."""
         self._ended_backward = -1
         self._watched: weakref.WeakKeyDictionary[object, list[tuple[nn.Module, tuple[int, ...]]]]
         self._watched = weakref.WeakKeyDictionary()

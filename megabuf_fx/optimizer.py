@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.flat_shard import FlatShard
-from megabuf_fx.grad_norm import found_inf, not_finite, scale_grads, total_norm
+from megabuf_fx.grad_norm import found_inf, not_finite, scale_grads, total_norm, total_over_axes
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.mixed_optimizer import MixedOptimizer
+from megabuf_fx.model_parallel import ModelParallelGroups
 from megabuf_fx.optimizer_state import (
     MASTER,
     State,
@@ -31,6 +32,7 @@ from megabuf_fx.optimizer_state import (
     state_of_run,
 )
 from megabuf_fx.runs import Run, check_params, make_runs, read_params, split_runs, stage_params, write_params
+from megabuf_fx.runtime.flags import axis_flags
 from megabuf_fx.scaler_probe import ScalerProbe
 
 log = logging.getLogger("megabuf_fx.optimizer")
@@ -59,6 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``layer_wise_optimizer=True``.
         max_skipped_steps: skip steps whose gradients hold NaN or Inf on any rank, on all ranks together; so many in a
             row are an error. None does not look; looking costs a pass over the gradients and waits for the device.
+        groups: of a model that is split over ranks: norms and skipped steps then are those of ``tp`` and ``pp``, too.
         defaults: keyword arguments of ``optimizer_class``.
 
     Raises:
@@ -72,25 +75,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         max_skipped_steps: int | None = None,
+        groups: ModelParallelGroups | None = None,
         **defaults: Any,
     ) -> None:
-        groups = _as_groups(params)
-        self.handle = _find_handle(groups)
-        classes = [group.pop("optimizer_class", optimizer_class) for group in groups]
-        for kind, group in zip(classes, groups):
+        self.groups = groups
+        outer = _as_groups(params)
+        self.handle = _find_handle(outer)
+        classes = [group.pop("optimizer_class", optimizer_class) for group in outer]
+        for kind, group in zip(classes, outer):
             _refuse_cut(self.handle, kind, group["params"])
         self.handle.buffers.sync_params()
-        self._runs = [make_runs(self.handle.buffers, group["params"]) for group in groups]
-        inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(groups, self._runs)]
+        self._runs = [make_runs(self.handle.buffers, group["params"]) for group in outer]
+        inner_groups = [{**group, "params": [run.master for run in runs]} for group, runs in zip(outer, self._runs)]
         self.inner: torch.optim.Optimizer | MixedOptimizer
         if all(kind is optimizer_class for kind in classes):
             self.inner = optimizer_class(inner_groups, **defaults)
         else:
             self.inner = MixedOptimizer(inner_groups, classes, optimizer_class, defaults)
-            groups = [{**made, "params": group["params"]} for made, group in zip(self.inner.param_groups, groups)]
-        super().__init__(groups, self.inner.defaults)
+            outer = [{**made, "params": group["params"]} for made, group in zip(self.inner.param_groups, outer)]
+        super().__init__(outer, self.inner.defaults)
         buffers = self.handle.buffers
-        self._unattached = [p for group in groups for p in group["params"] if buffers.index_of(p) is None]
+        self._unattached = [p for group in outer for p in group["params"] if buffers.index_of(p) is None]
         self._clipping: tuple[int, Tensor] | None = None
         """Coefficient of the last clipping and the step it belongs to (``ModelBuffers.resets``)."""
         self._probe = ScalerProbe.of(self._found_inf, lambda: self.handle.buffers.resets)
@@ -142,24 +147,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale this rank's gradient shards so that the norm over all ranks is at most ``max_norm``.
 
-        Padding is excluded; one reduction. The coefficient is ``max_norm / (norm + 1e-6)``, applied when below one
-        (Megatron ``clip_grad_by_total_norm_fp32``). fp32 gradients are scaled here; 16-bit ones stay in ``main_grad``
-        as they are and are scaled by ``step``, after it has converted them to fp32, as in Megatron.
+        Padding is excluded; one reduction, and with ``groups`` one over each further axis. The coefficient is
+        ``max_norm / (norm + 1e-6)``, applied when below one (Megatron ``clip_grad_by_total_norm_fp32``). fp32 gradients
+        are scaled here; 16-bit ones stay in ``main_grad`` as they are and are scaled by ``step``, after it has
+        converted them to fp32, as in Megatron.
 
         Returns:
             The norm before clipping, 0-dim fp32, equal on all ranks.
         """
+        return clip_grad_norm_([self], max_norm, norm_type)
+
+    def local_norm(self, norm_type: float, counted: Sequence[bool] | None = None) -> Tensor:
+        """The norm over data-parallel ranks of the parameters that count; gradients are complete afterwards."""
         self._synchronize()
         self._unscale()
         earlier = self._coefficient()
         if earlier is not None:
             # Clipped once before: what that left to step is now part of the norm.
             scale_grads([run.grad for run in self.runs if not run.is_fp32], earlier)
-        total = total_norm(self.handle.buffers, self.runs, norm_type)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        return total_norm(self.handle.buffers, self.runs, norm_type, counted)
+
+    def scale_by(self, coefficient: Tensor) -> None:
+        """Clip: scale fp32 gradients, and leave 16-bit ones to ``step``."""
         self._clipping = (self.handle.buffers.resets, coefficient)
         scale_grads([run.grad for run in self.runs if run.is_fp32], coefficient)
-        return total
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -371,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if is_captured:
             checks = [] if found is None else [found > 0]
             if self.max_skipped_steps is not None:
-                checks.append(found_inf(buffers, self.runs))
+                checks.append(found_inf(buffers, self.runs, self.groups))
             if buffers.checks is not None:
                 checks.append(buffers.checks.found())
             is_skipped = torch.stack([check.reshape(()) for check in checks]).any() if checks else None
@@ -431,7 +442,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _found_inf(self) -> Tensor:
         self._synchronize()
-        return found_inf(self.handle.buffers, self.runs)
+        return found_inf(self.handle.buffers, self.runs, self.groups)
 
     def _unscale(self) -> None:
         """Multiply gradients by what ``GradScaler`` multiplied the probe's by, once; or divide by what it scaled the
@@ -442,6 +453,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
             factor = scale.reciprocal() if factor is None else factor / scale
         if factor is not None:
             scale_grads([run.grad for run in self.runs], factor)
+
+
+@torch.no_grad()
+def clip_grad_norm_(optimizers: Sequence[DistributedOptimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip the gradients of several models together: the chunks of an interleaved pipeline schedule.
+
+    The norm is that of all of them, with ``groups`` over all ranks of the model. Copies of a parameter count once:
+    of those without ``tensor_model_parallel`` only the first tensor-parallel rank's, of ``shared`` ones (tied
+    embeddings on the last stage) none, of ``pipeline_parallel`` ones the first stage's (semantics §14).
+
+    Returns:
+        The norm before clipping, 0-dim fp32, equal on all ranks.
+
+    Raises:
+        ValueError: optimizers with other groups.
+    """
+    groups = optimizers[0].groups
+    if any(each.groups != groups for each in optimizers):
+        raise ValueError("optimizers that are clipped together need equal groups")
+    norms, seen = [], set[str]()
+    for each in optimizers:
+        counted: list[bool] | None = None if groups is None else []
+        for spec, param in zip(each.handle.plan.params, each.handle.buffers.params):
+            if groups is not None and counted is not None:
+                flags = axis_flags(param)
+                counted.append(groups.counts_in_norm(flags) and not (flags.is_pipeline_copy and spec.name in seen))
+                seen.update([spec.name] if flags.is_pipeline_copy else [])
+        norms.append(each.local_norm(norm_type, counted))
+    total = total_over_axes(norms, norm_type, groups)
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for each in optimizers:
+        each.scale_by(coefficient)
+    return total
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -7,9 +7,12 @@ Attributes that Megatron-LM and TransformerEngine share with us on a parameter, 
 * ``grad_added_to_main_grad``: a fused kernel outside our graphs has added the gradient already.
 * ``shared_embedding``, ``allreduce``, ``is_embedding_or_output_parameter``, ``is_managed_by_layer_wise_optimizer``:
   what the planner reads (Megatron's names).
+* Those of ``AxisFlags``: what ranks of other axes have of the parameter.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,3 +109,39 @@ def is_embedding_or_output(param: nn.Parameter) -> bool:
 def is_expert(tensor: Tensor) -> bool:
     """Whether other ranks have other experts under this tensor's name (Megatron ``allreduce = False``)."""
     return not getattr(tensor, "allreduce", True)
+
+
+class AxisFlags(NamedTuple):
+    """What a parameter's attributes say of tensor-parallel ranks and pipeline stages; the names are Megatron's, but
+    that of ``shared_position_embedding``, for which Megatron goes by the module's name."""
+
+    pipeline_parallel: bool
+    """Every stage has a copy (conditional embedders)."""
+    flextron_router_pp_sync: bool
+    """The same, of routers."""
+    sequence_parallel: bool
+    """Tensor-parallel ranks have copies and saw other parts of the sequence: gradients add up."""
+    average_gradients_across_tp_domain: bool
+    """Tensor-parallel ranks have copies and saw the same: gradients are averaged."""
+    shared_embedding: bool
+    """First and last stage have a copy; alone in its bucket."""
+    shared_position_embedding: bool
+    """Some stages have a copy."""
+    tensor_model_parallel: bool
+    """Tensor-parallel ranks have parts of it, not copies."""
+    shared: bool
+    """A copy of a parameter that is counted elsewhere, as the last stage's word embedding."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether other axes have something to do with the gradient."""
+        return any(self[:6])
+
+    @property
+    def is_pipeline_copy(self) -> bool:
+        return self.pipeline_parallel or self.flextron_router_pp_sync
+
+
+def axis_flags(param: Tensor) -> AxisFlags:
+    """The attributes that ``param`` has; those it has not are False."""
+    return AxisFlags(*(bool(getattr(param, name, False)) for name in AxisFlags._fields))

@@ -139,6 +139,12 @@ class ModelBuffers:
         """The same, when the running backward began."""
         self._is_finished = False
         """Everything of this step is reduced; nothing can be added before the next reset."""
+        self._is_finalized_before = False
+        """The next, when the running backward began."""
+        self.is_finalized = False
+        """Gradients were reduced over other axes, too (``finalize_model_grads``); once in a step."""
+        self._used_elsewhere: set[int] = set()
+        """Parameters without gradient here whose copies on other axes have one."""
         self._untouched_id = -1
         self._usage = UsedParams(plan, comms, device) if options.find_unused_parameters else None
         checks = options.check_for_nan_in_grad or options.check_for_large_grads
@@ -256,8 +262,15 @@ class ModelBuffers:
             self._backward_id = backward_id
             self.state.is_unsynced = self.no_sync_depth > 0
             self._is_reduced_before, self._is_reduced = self._is_reduced, False
+            self._is_finalized_before = self.is_finalized
             if self.publishes_grad:
+                self._reopen_axes()
                 self._notice_zeroed()
+
+    def _reopen_axes(self) -> None:
+        """Other axes have not seen the gradients that come now."""
+        self.is_finalized = False
+        self._used_elsewhere.clear()
 
     def _notice_zeroed(self) -> None:
         """Any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
@@ -297,11 +310,12 @@ class ModelBuffers:
 
     def _refuse_second_sum(self, param: int) -> None:
         """Published gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
-        is_sum = self.options.calculate_per_token_loss and self.comm.size > 1
-        if is_sum and self._is_reduced_before and self.params[param].grad is not None:
+        is_sum = self.options.calculate_per_token_loss and self.comm.size > 1 and self._is_reduced_before
+        if (is_sum or self._is_finalized_before) and self.params[param].grad is not None:
+            reason = "calculate_per_token_loss=True" if is_sum else "finalize_model_grads"
             raise RuntimeError(
                 f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over "
-                "ranks (calculate_per_token_loss=True) and would be summed again. Run all micro-batches but the last "
+                f"ranks ({reason}) and would be summed again. Run all micro-batches but the last "
                 "inside `with buf.no_sync()`, and call zero_grad() after every step"
             )
 
@@ -366,6 +380,7 @@ class ModelBuffers:
         for group in sorted({self.group_of[param] for param in writes}):
             self._refuse_started(group)
         if self.publishes_grad:
+            self._reopen_axes()
             self._notice_zeroed()
         self.sync_params()
         self.access.claim_gradients("a captured micro-batch writes gradients")
@@ -508,7 +523,15 @@ class ModelBuffers:
                 self.capture.used = self._usage.wait()
             else:
                 self.capture.used = self._used_here() if self.publishes_grad else [True] * len(self.params)
+            for param in self._used_elsewhere:
+                self.capture.used[param] = True
         return self.capture.used
+
+    def note_used(self, param: int) -> None:
+        """A copy of this parameter on another axis has a gradient, so all copies are updated."""
+        self._used_elsewhere.add(param)
+        if self.publishes_grad:
+            self.params[param].grad = self.main_grads[param]
 
     def _used_here(self) -> list[bool]:
         if self.publishes_grad:
@@ -520,6 +543,8 @@ class ModelBuffers:
         self.reducer.reset()
         self.access.release_gradients()
         self._is_finished = False
+        self._is_finalized_before = False
+        self._reopen_axes()
         self.count_step()
         self.state.reset()
         if self._usage is not None:

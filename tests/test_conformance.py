@@ -23,7 +23,6 @@ class Row(NamedTuple):
     """Why there is none, or what is different."""
 
 
-FINALIZE = "finalize_model_grads is not there yet; the caller reduces what other axes need"
 NOT_OURS = "outside of buffers"
 
 BUFFERS = "distributed/test_param_and_grad_buffer.py"
@@ -244,9 +243,46 @@ ROWS = [
             "test_transports.py::test_fp32_accumulation_equals_fp32_gradients_rounded",
         ),
     ),
-    Row(FINALIZE_FILE, "router expert bias; custom groups; missing tp_dp_cp raises", why=FINALIZE),
-    Row(FINALIZE_FILE, "layer norm and embedding gradients over other axes, frozen or not", why=FINALIZE),
-    Row("distributed/test_grad_reduce_for_replicated_embedder.py", "conditional embedder", why=FINALIZE),
+    Row(
+        FINALIZE_FILE,
+        "router expert bias with a group of one's own; counts are reset; finish_grad_sync is called once",
+        ("test_finalize.py::test_expert_bias",),
+        "the rule is a function that the caller passes; bias_by_sign is Megatron's",
+    ),
+    Row(
+        FINALIZE_FILE,
+        "a missing tp_dp_cp raises before any gradient is reduced",
+        (
+            "test_finalize.py::test_expert_bias",
+            "test_finalize_refusals.py::test_missing_groups_are_named_before_anything_is_reduced",
+            "test_pipeline_parallel.py::test_a_stage_between",
+        ),
+        "so does every other group that is needed",
+    ),
+    Row(
+        FINALIZE_FILE,
+        "layer norm gradients over tensor-parallel ranks, frozen or not",
+        ("test_finalize.py::test_each_sum_by_itself", "test_finalize.py::test_frozen_copies"),
+    ),
+    Row(
+        FINALIZE_FILE,
+        "embedding gradients over stages, shared or not, frozen or not",
+        (
+            "test_finalize.py::test_each_sum_by_itself",
+            "test_finalize.py::test_frozen_copies",
+            "test_finalize_refusals.py::test_ranks_that_disagree",
+        ),
+        "frozen on one stage only is refused",
+    ),
+    Row(
+        "distributed/test_grad_reduce_for_replicated_embedder.py",
+        "conditional embedder over stages and virtual stages: flagged parameters only",
+        (
+            "test_finalize.py::test_copies_of_virtual_stages",
+            "test_finalize_refusals.py::test_copies_that_shards_cut_differently",
+        ),
+        "with shards a copy needs a bucket of its own, or what stages own of it differs",
+    ),
     Row("distributed/test_torch_fully_sharded_parallel.py", "FSDP2 wrapper", why=NOT_OURS),
     Row("distributed/megatron_fsdp/*", "another implementation", why=NOT_OURS),
     # Optimizers

@@ -182,6 +182,24 @@ TRAPS = [
         "test_megatron_traps.py::test_nothing_is_gathered_before_the_first_step",
     ),
     Trap(
+        "copies on several stages that lie elsewhere in their buckets, with shards",
+        "adds what is reduced to what is not",
+        "an error that says what to do",
+        "test_finalize_refusals.py::test_copies_that_shards_cut_differently",
+    ),
+    Trap(
+        "finalize_model_grads twice in a step",
+        "sums over other axes twice",
+        "an error",
+        "test_finalize_refusals.py::test_twice_in_a_step_is_refused",
+    ),
+    Trap(
+        "num_tokens without calculate_per_token_loss",
+        "divides averages by tokens",
+        "an error that says what to set",
+        "test_finalize_refusals.py::test_groups_are_those_of_attach",
+    ),
+    Trap(
         "start_param_sync while a forward will start gathers itself",
         "a warning per bucket group",
         "works: started once",
