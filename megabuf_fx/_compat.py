@@ -122,6 +122,14 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def functional_all_reduce(value: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """``value`` over the ranks of ``group`` as a new tensor, by an op that a captured step can hold; checked on torch
+    2.11.0, 2.13.0, 2.14.1."""
+    functional = torch.ops._c10d_functional
+    result: Tensor = functional.wait_tensor(functional.all_reduce(value, op, group.group_name))
+    return result
+
+
 def nccl_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The ``ProcessGroupNCCL`` behind a group; checked on torch 2.11.0, 2.13.0, 2.14.1 (by its Python API, without a
     GPU)."""

@@ -109,6 +109,7 @@ def attach(
         make_memory(config, named[0][1].device, comms),
         rank=rank,
         is_profiling=_compat.is_profiling,
+        version_of=_compat.version_of,
     )
     log.info("attached %s with %s: %d buckets", type(model).__name__, config, len(plan.groups))
     return MegabufHandle(model, config, plan, buffers, group, _expert_rank(comms.dense.grads, expert_group))

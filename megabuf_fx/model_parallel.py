@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import megabuf_fx._compat as _compat
 from megabuf_fx.runtime.collectives import ADVICE, CollectiveError
 from megabuf_fx.runtime.flags import AxisFlags
 
@@ -86,12 +86,9 @@ class ModelParallelGroups:
         if group is None or group.size() == 1:
             return value
         try:
-            # A functional collective: a captured step can hold it.
-            pending = torch.ops._c10d_functional.all_reduce(value.contiguous(), op, group.group_name)
-            result: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+            return _compat.functional_all_reduce(value.contiguous(), op, group)
         except RuntimeError as error:
             raise CollectiveError(f"{what} over {name} ({group.size()} ranks) failed: {error}\n{ADVICE}") from error
-        return result
 
     def counts_in_norm(self, flags: AxisFlags) -> bool:
         """Whether this rank's gradient of a parameter is part of the norm over all ranks of the model: every parameter

@@ -50,8 +50,10 @@ class ModelBuffers:
         *,
         rank: int = 0,
         is_profiling: Callable[[], bool] = lambda: False,
+        version_of: Callable[[Tensor], int] = lambda tensor: 0,
     ) -> None:
-        """``rank`` names what is written; ``is_profiling`` tells whether ``torch.profiler`` records now."""
+        """``rank`` names what is written; ``is_profiling`` tells whether ``torch.profiler`` records now; ``version_of``
+        a tensor changes when it is written in place."""
         self.handle = register_target(self)
         self.plan = plan
         self.params = list(params)
@@ -104,7 +106,9 @@ class ModelBuffers:
             else None
         )
         is_quantized = any(buffer.stored is not None for buffer in self.buffers)
-        self.weights = QuantizedWeights(plan, params, self.buffers, self._reduce_amax) if is_quantized else None
+        self.weights = (
+            QuantizedWeights(plan, params, self.buffers, self._reduce_amax, version_of) if is_quantized else None
+        )
         """The quantized parameters, if there are any."""
         self.access = BufferAccess(params, self.buffers, self.weights, self._memory, self.sync_params)
         self.state = StepState(plan)

@@ -25,7 +25,8 @@ from megabuf_fx.runtime.stored_params import ShardPiece, StoredParams
 class QuantizedWeights:
     """``params`` and ``buffers`` are those of the model; every buffer with ``stored`` is taken over.
 
-    ``reduce_max(amax, is_expert=...)`` takes the maximum over the ranks that share dense or expert buckets, in place.
+    ``reduce_max(amax, is_expert=...)`` takes the maximum over the ranks that share dense or expert buckets, in place;
+    ``version_of`` a tensor changes when it is written in place.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class QuantizedWeights:
         params: Sequence[nn.Parameter],
         buffers: Sequence[ParamGradBuffer],
         reduce_max: Callable[..., None],
+        version_of: Callable[[Tensor], int],
     ) -> None:
         self._plan = plan
         self._params = params
         self._buffers = buffers
         self._reduce_max = reduce_max
+        self._version_of = version_of
         self._store_of: dict[int, StoredParams] = {
             index: buffer.stored for buffer in buffers if buffer.stored is not None for index in buffer.layout.params
         }
@@ -126,7 +129,7 @@ class QuantizedWeights:
     def refuse_written(self) -> None:
         """Raise when a parameter was written in place and nobody has taken that over (``.data`` is not seen)."""
         for index in self._store_of:
-            if self._params[index]._version != self._written[index]:
+            if self._version_of(self._params[index]) != self._written[index]:
                 raise RuntimeError(
                     f"quantized parameter '{self._plan.params[index].name}' was written in place, which its codes do "
                     "not see. Call buf.sync_params() first, then write, then opt.reload_model_params(); or use "
@@ -178,4 +181,4 @@ class QuantizedWeights:
         self._note(index)
 
     def _note(self, index: int) -> None:
-        self._written[index] = self._params[index]._version
+        self._written[index] = self._version_of(self._params[index])

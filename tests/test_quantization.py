@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from cli_models import linears
 from torch import nn
 
 import megabuf_fx as mb
-from megabuf_fx.quantization import choose_quantized, linear_weights, mark_quantized
+from megabuf_fx.planning import plan_model
+from megabuf_fx.quantization import choose_quantized, linear_weights, mark_quantized, store_maker
 from megabuf_fx.runtime.flags import spec_of
 from megabuf_fx.runtime.layout import ParamSpec
 
@@ -76,3 +78,21 @@ def test_other_dtypes_may_stay_as_they_are() -> None:
     specs = [ParamSpec(name, (8, 8), dtype) for name, dtype in zip("ab", (BF16, FP16))]
     config = mb.MegabufConfig(**FP8, quantized_param_name_patterns=("a",))
     assert [spec.quantized for spec in choose_quantized(specs, {"a", "b"}, config)] == ["fp8", None]
+
+
+@pytest.mark.parametrize(
+    ("capability", "inner", "is_refused"), [((8, 0), "inductor", True), ((8, 0), "aot_eager", False)]
+)
+def test_old_cards_are_refused_where_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], inner: Any, is_refused: bool
+) -> None:
+    config = mb.MegabufConfig(**FP8, inner_compiler=inner)
+    plan = plan_model(config, [ParamSpec("a", (16, 16), BF16, quantized="fp8")], dp_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    grad_data: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    # Without a GPU the tensors themselves cannot be made.
+    expected = (
+        (NotImplementedError, "capability 8.9 or higher") if is_refused else ((AssertionError, RuntimeError), "CUDA")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        store_maker(config, plan)(plan.layouts[0], grad_data)
