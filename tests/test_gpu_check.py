@@ -133,7 +133,7 @@ def without_schedule(patch: pytest.MonkeyPatch) -> None:
 
 def without_skipping(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks for NaN and Inf in a captured step."""
-    patch.setattr("megabuf_fx.optimizer.found_inf", lambda buffers, runs: torch.zeros((), dtype=torch.bool))
+    patch.setattr("megabuf_fx.optimizer.found_inf", lambda *unused: torch.zeros((), dtype=torch.bool))
 
 
 def without_collectives(patch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,9 @@ def test_old_cards_are_refused_where_kernels_are_compiled(
     grad_data: Any = SimpleNamespace(device=torch.device("cuda", 0))
     # Without a GPU the tensors themselves cannot be made.
     expected = (
-        (NotImplementedError, "capability 8.9 or higher") if is_refused else ((AssertionError, RuntimeError), "CUDA|NVIDIA")
+        (NotImplementedError, "capability 8.9 or higher")
+        if is_refused
+        else ((AssertionError, RuntimeError), "CUDA|NVIDIA")
     )
     with pytest.raises(expected[0], match=expected[1]):
         store_maker(config, plan)(plan.layouts[0], grad_data)
