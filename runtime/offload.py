@@ -66,9 +66,6 @@ class Offload:
         }
         self._away: set[Kind] = set()
 
-    def is_away(self, kind: Kind) -> bool:
-        return kind in self._away
-
     def nbytes(self, kind: Kind) -> int:
         """Bytes that an offload gives back."""
         return sum(storage.nbytes for storage in self._storages[kind])

@@ -24,6 +24,13 @@ from megabuf_fx.runtime.quantize_mx import MxTensor, dequantize_mxfp8
 from megabuf_fx.runtime.quantize_nvfp4 import BLOCK_SIZE as NVFP4_BLOCK
 from megabuf_fx.runtime.quantize_nvfp4 import BlockShape, Nvfp4Tensor, dequantize_nvfp4
 
+
+def gathered_bits(quantized: str | None, itemsize: int) -> int:
+    """Bits per element that a gather of parameters moves; ``itemsize`` is that of their own dtype, in bytes. MXFP8 is
+    gathered before it is quantized."""
+    return {"fp8": 8, "nvfp4": 4}.get(str(quantized), 8 * itemsize)
+
+
 FormatName = Literal["fp8", "mxfp8", "nvfp4"]
 
 

@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megabuf_fx as mb
 from megabuf_fx.cli import app
-from megabuf_fx.runtime.ops import live_targets, unregister_target
 
 RESULTS = Path(__file__).parent / "results" / "cli"
 WORLD = 8
@@ -98,10 +97,6 @@ STEPS: dict[str, Callable[[Path], None]] = {
 def write_dump(name: str, path: Path) -> Path:
     """Train one step of ``name`` and leave its dump in ``path``."""
     fresh_compiler()
-    fresh_compiler()
-    # Models that earlier tests have left behind would be counted, too.
-    for handle, _ in live_targets():
-        unregister_target(handle)
     with fake_world(WORLD):
         STEPS[name](path)
     fresh_compiler()

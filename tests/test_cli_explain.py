@@ -6,10 +6,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cli_dumps import STEPS, check_golden, megabuf
+from cli_dumps import STEPS, check_golden, megabuf, write_dump
+from helpers import fresh_compiler
+from torch import nn
+
+import megabuf_fx as mb
+from megabuf_fx.cli.dump_files import read_dump
 
 Dumps = Callable[[str], Path]
 
@@ -66,6 +72,42 @@ def test_diff_of_equal_dumps(cli_dump: Dumps) -> None:
     assert (outcome.code, outcome.out) == (0, "same layout, same schedule\n")
 
 
+def test_models_are_numbered_within_a_dump(cli_dump: Dumps, tmp_path: Path) -> None:
+    """What else the process has attached makes no difference."""
+    others = [mb.attach(nn.Linear(3, 3), mb.MegabufConfig(inner_compiler="aot_eager")) for _ in range(2)]
+    later = write_dump("llama", tmp_path)
+    (plan,) = later.glob("rank0/*_forward/plan.json")
+    assert list(json.loads(plan.read_text())["models"]) != ["0"]
+    outcome = megabuf("explain", later, "--diff", cli_dump("llama"))
+    assert (outcome.code, outcome.out) == (0, "same layout, same schedule\n")
+    assert megabuf("explain", later).out == megabuf("explain", cli_dump("llama")).out
+    for other in others:
+        other.detach()
+
+
+@pytest.mark.parametrize(
+    ("config", "nbytes"),
+    [
+        ({}, 2),
+        ({"fp8_param_gather": True}, 1),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, 2),
+        ({"fp4_param_gather": True}, 0.5),
+    ],
+)
+def test_gathers_of_quantized_weights(tmp_path: Path, config: dict[str, Any], nbytes: float) -> None:
+    """What is predicted to travel is what does."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    handle = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", dump_dir=str(tmp_path), **config))
+    torch.compile(model, backend="megabuf")(torch.zeros(2, 64, dtype=torch.bfloat16)).sum().backward()
+    (group,) = read_dump(tmp_path).groups.values()
+    assert group.param_nbytes == nbytes * 64 * 64
+    (buffer,) = handle.buffers.buffers
+    assert buffer.param_data is not None
+    assert group.param_nbytes == buffer.param_data.nbytes
+    handle.detach()
+    fresh_compiler()
+
+
 def copy_of(path: Path, destination: Path) -> Path:
     shutil.copytree(path, destination)
     return destination
@@ -91,7 +133,8 @@ def test_diff_sees_layout_and_variants(cli_dump: Dumps, tmp_path: Path) -> None:
     other = copy_of(cli_dump("llama"), tmp_path / "other")
     for path in other.glob("rank0/*/plan.json"):
         plan = json.loads(path.read_text())
-        plan["models"]["0"]["dp_size"] = 4
+        (model,) = plan["models"].values()
+        model["dp_size"] = 4
         path.write_text(json.dumps(plan))
     shutil.rmtree(next(other.glob("rank0/*_forward")))
     outcome = megabuf("explain", other, "--diff", cli_dump("llama"))

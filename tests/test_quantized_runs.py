@@ -13,26 +13,15 @@ import pytest
 import torch
 import train_gpt
 from helpers import RankGroup, batch, fresh_compiler, seeded
+from quantized_runs import VARIANTS
 from torch import Tensor, nn
 
 import megabuf_fx as mb
 
 pytestmark = pytest.mark.dist
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp8": {"fp8_param_gather": True},
-    "delayed": {
-        "fp8_param_gather": True,
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 4,
-        "fp8_amax_compute_algo": "max",
-    },
-    "mxfp8": {"fp8_param_gather": True, "fp8_recipe": "mxfp8"},
-    "shared": {"fp8_param_gather": True, "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
-    "nvfp4": {"fp4_param_gather": True},
-}
-QUANTIZED = [name for name in FORMATS if name != "bf16"]
+FORMATS: dict[str, dict[str, Any]] = {"bf16": {}, **VARIANTS}
+QUANTIZED = list(VARIANTS)
 
 
 class Net(nn.Sequential):

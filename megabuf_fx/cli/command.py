@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -15,30 +14,20 @@ from megabuf_fx.cli.errors import CliError
 Options = TypeVar("Options")
 
 
-def in_one_line(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """``function``, the command ``name``, with bad input told in one line on stderr and exit code 2. Anything else is a
-    defect of ours and keeps its traceback."""
-
-    @functools.wraps(function)
-    def command(*args: Any, **values: Any) -> None:
-        try:
-            function(*args, **values)
-        except CliError as error:
-            typer.echo(f"megabuf {name}: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(2) from None
-
-    return command
-
-
 def add_command(app: typer.Typer, name: str, options: type[Options], run: Callable[[Options], None]) -> None:
     """Add the command ``name``, which calls ``run(options(...))``.
 
     Each field of the dataclass ``options`` is an ``Annotated`` option or argument of typer; the docstring of ``run``
-    is the help text.
+    is the help text. A ``CliError`` ends in one line on stderr and exit code 2; anything else is a defect of ours and
+    keeps its traceback.
     """
 
     def command(**values: Any) -> None:
-        run(options(**values))
+        try:
+            run(options(**values))
+        except CliError as error:
+            typer.echo(f"megabuf {name}: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
 
     # Typer reads the signature of the function it calls; that of the dataclass has what it wants, once resolved.
     hints = typing.get_type_hints(options, include_extras=True)
@@ -47,4 +36,4 @@ def add_command(app: typer.Typer, name: str, options: type[Options], run: Callab
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
     command.__annotations__ = {}
-    app.command(name)(in_one_line(name, command))
+    app.command(name)(command)

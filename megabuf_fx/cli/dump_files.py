@@ -17,9 +17,13 @@ from typing import Any
 from megabuf_fx.cli.errors import CliError
 from megabuf_fx.cli.text import shortened
 from megabuf_fx.dump import FORMAT_VERSION
+from megabuf_fx.runtime.quantized_formats import gathered_bits
 
 Key = tuple[int, int]
-"""Bucket group, as ``(handle, group)``."""
+"""Bucket group, as ``(model, group)``."""
+Models = Mapping[int, int]
+"""Of each model, by registry id (``handle``): its place among those of the dump. Ids depend on what else a process has
+attached, and two dumps of one program must be comparable."""
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
@@ -124,9 +128,9 @@ class BucketGroup:
 
     @property
     def number(self) -> str:
-        """As it is called in tables: the group's index, with the model's handle where that is not 0."""
-        handle, group = self.key
-        return str(group) if handle == 0 else f"{handle}.{group}"
+        """As it is called in tables: the group's index, with the model where that is not the first."""
+        model, group = self.key
+        return str(group) if model == 0 else f"{model}.{group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class Dump:
     groups: Mapping[Key, BucketGroup]
     """In the order of the plan, which is that of reductions."""
     digests: Mapping[int, str]
-    """Of each model's layout, by handle."""
+    """Of each model's layout, by model."""
     steps: tuple[RecordedStep, ...]
 
 
@@ -186,20 +190,23 @@ def read_dump(path: Path, *, rank: int = 0) -> Dump:
 
 def _read_folders(path: Path, rank: int, folders: Sequence[Path]) -> Dump:
     plans = [_read_json(folder / "plan.json") for folder in folders]
+    handles = sorted({int(handle) for plan in plans for handle in plan["models"]})
+    models = {handle: place for place, handle in enumerate(handles)}
     groups: dict[Key, BucketGroup] = {}
     digests: dict[int, str] = {}
     for plan in plans:
         for handle, model in plan["models"].items():
-            if int(handle) not in digests:
-                digests[int(handle)] = model["digest"]
-                groups.update(_groups(int(handle), model, plan["transport"][handle]))
+            place = models[int(handle)]
+            if place not in digests:
+                digests[place] = model["digest"]
+                groups.update(_groups(place, model, plan["transport"][handle]))
     return Dump(
         path=path,
         rank=rank,
-        variants=tuple(_variant(folder, plan) for folder, plan in zip(folders, plans)),
+        variants=tuple(_variant(folder, plan, models) for folder, plan in zip(folders, plans)),
         groups=groups,
         digests=digests,
-        steps=_steps(path / f"rank{rank}"),
+        steps=_steps(path / f"rank{rank}", models),
     )
 
 
@@ -229,7 +236,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _variant(folder: Path, plan: Mapping[str, Any]) -> Variant:
+def _variant(folder: Path, plan: Mapping[str, Any], models: Models) -> Variant:
     graph, name = _numbered(folder.name)
     nodes = _read_json(folder / "graph.json")["nodes"]
     return Variant(
@@ -237,13 +244,14 @@ def _variant(folder: Path, plan: Mapping[str, Any]) -> Variant:
         name=name,
         kind=plan["kind"],
         inner_compiler=plan["inner_compiler"],
-        nodes=tuple(_node(record) for record in nodes),
+        nodes=tuple(_node(record, models) for record in nodes),
         passes=tuple(
             Pass(entry["name"], entry["nodes"], entry["ops"], _text(folder / f"{place:02d}_{entry['name']}.py"))
             for place, entry in enumerate(plan["passes"])
         ),
         boundaries=tuple(
-            Boundary((b["handle"], b["group"]), b["trigger"], b["trigger_op"], b["source"]) for b in plan["boundaries"]
+            Boundary(_key((b["handle"], b["group"]), models), b["trigger"], b["trigger_op"], b["source"])
+            for b in plan["boundaries"]
         ),
     )
 
@@ -255,7 +263,7 @@ def _text(path: Path) -> str:
         raise CliError(f"cannot read {path}: {error.strerror}; write the dump again") from None
 
 
-def _node(record: Mapping[str, Any]) -> Node:
+def _node(record: Mapping[str, Any], models: Models) -> Node:
     return Node(
         name=record["name"],
         op=record["op"],
@@ -266,20 +274,22 @@ def _node(record: Mapping[str, Any]) -> Node:
         module=record["module"],
         source=record["source"],
         params=tuple(record["params"]),
-        group=_key(record["group"]),
-        first_use=tuple((handle, group) for handle, group in record["first_use"]),
+        group=None if record["group"] is None else _key(record["group"], models),
+        first_use=tuple(_key(pair, models) for pair in record["first_use"]),
     )
 
 
-def _key(pair: Any) -> Key | None:
-    return None if pair is None else (int(pair[0]), int(pair[1]))
+def _key(pair: Sequence[Any], models: Models) -> Key:
+    """From ``(handle, group)``."""
+    return models[int(pair[0])], int(pair[1])
 
 
-def _groups(handle: int, model: Mapping[str, Any], transport: Mapping[str, Any]) -> dict[Key, BucketGroup]:
+def _groups(place: int, model: Mapping[str, Any], transport: Mapping[str, Any]) -> dict[Key, BucketGroup]:
     found = {}
+    specs = {spec["name"]: spec for spec in model["params"]}
     for index, buckets in enumerate(model["groups"]):
         members: list[dict[str, Any]] = []
-        numel = grad_nbytes = param_nbytes = 0
+        numel = grad_nbytes = param_bits = 0
         for bucket in buckets:
             buffer = model["buffers"][bucket["buffer"]]
             inside = [param for param in buffer["params"] if param["bucket"] == bucket["bucket"]]
@@ -287,15 +297,17 @@ def _groups(handle: int, model: Mapping[str, Any], transport: Mapping[str, Any])
             count = bucket["end"] - bucket["start"]
             numel += count
             grad_nbytes += count * _ITEMSIZE.get(buffer["grad_dtype"], 4)
-            param_nbytes += count * _ITEMSIZE.get(buffer["param_dtype"], 4)
+            # All parameters of a buffer have one format.
+            spec = specs[buffer["params"][0]["name"]]
+            param_bits += count * gathered_bits(spec["quantized"], _ITEMSIZE.get(spec["dtype"], 4))
         first = model["buffers"][buckets[0]["buffer"]]
-        found[handle, index] = BucketGroup(
-            key=(handle, index),
+        found[place, index] = BucketGroup(
+            key=(place, index),
             params=tuple(param["name"] for param in members),
             sizes=tuple(param["end"] - param["start"] for param in members),
             numel=numel,
             grad_nbytes=grad_nbytes,
-            param_nbytes=param_nbytes,
+            param_nbytes=param_bits // 8,
             grad_dtype=first["grad_dtype"],
             param_dtype=first["param_dtype"],
             ranks=model["expert_dp_size"] if first["is_expert_parallel"] else model["dp_size"],
@@ -308,15 +320,16 @@ def _groups(handle: int, model: Mapping[str, Any], transport: Mapping[str, Any])
     return found
 
 
-def _steps(directory: Path) -> tuple[RecordedStep, ...]:
+def _steps(directory: Path, models: Models) -> tuple[RecordedStep, ...]:
     """Steps of all models; those of several models are matched by their number."""
     found: dict[int, list[Span]] = {}
     ends: dict[int, float] = {}
     origins: dict[int, float] = {}
     skipped: set[int] = set()
-    files = sorted(directory.glob("profile_model*.json"))
-    for path in files:
-        content = _read_json(path)
+    contents = [_read_json(path) for path in sorted(directory.glob("profile_model*.json"))]
+    # A model without compiled graphs has no bucket here.
+    contents = [content for content in contents if int(content["handle"]) in models]
+    for content in contents:
         for step in content["steps"]:
             number = int(step["step"])
             if step["has_compile"]:
@@ -325,9 +338,9 @@ def _steps(directory: Path) -> tuple[RecordedStep, ...]:
             ends[number] = max(ends.get(number, 0.0), step["end_us"] + shift)
             for span in step["spans"]:
                 # A graph that spans several models is in the file of each.
-                if span["kind"] == "run" and path != files[0]:
+                if span["kind"] == "run" and content is not contents[0]:
                     continue
-                key = None if span["group"] is None else (int(content["handle"]), int(span["group"]))
+                key = None if span["group"] is None else _key((content["handle"], span["group"]), models)
                 done = None if span["done_us"] is None else span["done_us"] + shift
                 times = (span["begin_us"] + shift, span["end_us"] + shift, done)
                 found.setdefault(number, []).append(Span(span["kind"], span["name"], key, *times))

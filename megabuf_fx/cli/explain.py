@@ -167,9 +167,9 @@ def _layout_differences(old: Dump, new: Dump) -> Iterator[str]:
             moved = sorted({*before.params} ^ {*after.params})
             if moved:
                 yield f"    in one of them only: {', '.join(moved)}"
-    for handle in old.digests.keys() & new.digests.keys():
-        if old.digests[handle] != new.digests[handle] and old.groups == new.groups:
-            yield f"! model {handle}: the layout inside its buckets"
+    for model in old.digests.keys() & new.digests.keys():
+        if old.digests[model] != new.digests[model] and old.groups == new.groups:
+            yield f"! model {model}: the layout inside its buckets"
 
 
 def _described(group: BucketGroup) -> str:
@@ -190,8 +190,8 @@ def _events(nodes: Sequence[Node]) -> list[tuple[str, str]]:
     found, ops, flops = [], 0, 0
     for node in nodes:
         if node.kind in ("launch", "wait") and node.group is not None:
-            handle, group = node.group
-            found.append((f"{node.kind} of bucket {handle}.{group}", f"after {ops} operations, {flops} flops"))
+            model, group = node.group
+            found.append((f"{node.kind} of bucket {model}.{group}", f"after {ops} operations, {flops} flops"))
             ops = flops = 0
         elif node.kind in ("compute", "write"):
             ops, flops = ops + 1, flops + node.flops

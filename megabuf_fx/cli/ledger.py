@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import sympy
 
-from megabuf_fx.runtime.quantized_formats import FORMATS, FormatName
+from megabuf_fx.runtime.quantized_formats import FormatName, gathered_bits
 from megabuf_fx.runtime.stored_params import SLOT_ALIGNMENT
 
 Amount = Any
@@ -163,11 +163,9 @@ def _param_bytes(setup: Setup, kind: BufferKind) -> int | Fraction:
 
 
 def _gathered_bytes(kind: BufferKind) -> int | Fraction:
-    """Bytes per element that a gather moves: codes, but MXFP8 is gathered unquantized and quantized by every rank."""
-    if kind.quantized is None or kind.quantized == "mxfp8":
-        return kind.weight_bytes
-    each = FORMATS[kind.quantized].elements_per_byte
-    return 1 if each == 1 else Fraction(1, each)
+    """Bytes per element that a parameter gather moves."""
+    nbytes = Fraction(gathered_bits(kind.quantized, kind.weight_bytes), 8)
+    return int(nbytes) if nbytes.denominator == 1 else nbytes
 
 
 def _quantized_bytes(kind: BufferKind, t: Terms) -> Amount:
