@@ -55,10 +55,11 @@ def marks(picture: ElementTree.Element, kind: str) -> list[ElementTree.Element]:
 def test_every_bucket_has_its_bars(cli_dump: Dumps, tmp_path: Path, name: str) -> None:
     page, picture, events = timeline(cli_dump(name), tmp_path)
     (plan,) = {
-        json.dumps(json.loads(path.read_text())["models"]["0"]["groups"])
+        json.dumps([model["groups"] for model in json.loads(path.read_text())["models"].values()])
         for path in cli_dump(name).glob("rank0/*/plan.json")
     }
-    buckets = {f"0.{group}" for group in range(len(json.loads(plan)))}
+    (groups,) = json.loads(plan)
+    buckets = {f"0.{group}" for group in range(len(groups))}
     for kind in ("link", "lane"):
         for direction in ("reduce", "gather"):
             found = [mark for mark in marks(picture, kind) if mark.get("data-direction") == direction]
