@@ -33,7 +33,7 @@ class RankGroup:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 150.0) -> list[Any]:
         """``[function(rank, *args) for each rank]``; ``function`` must be importable, ``args`` picklable."""
         if not self._processes:
             self._start()

@@ -155,7 +155,7 @@ def count(rank: int) -> list[list[int]]:
 
 @pytest.mark.dist
 def test_every_parameter_is_updated_once(ranks: Callable[[int], RankGroup]) -> None:
-    answers = ranks(4).run(count, timeout=60)
+    answers = ranks(4).run(count)
     total = sum(param.numel() for param in Net().parameters())
     for index in range(2):
         owned = [answer[index][0] for answer in answers]

@@ -36,7 +36,7 @@ def refuse(rank: int) -> list[str]:
 
 @pytest.mark.dist
 def test_refused_on_every_rank(ranks: Callable[[int], RankGroup]) -> None:
-    for on_cpu, on_gloo in ranks(2).run(refuse, timeout=60):
+    for on_cpu, on_gloo in ranks(2).run(refuse):
         assert "nccl_ub=True needs parameters on a GPU" in on_cpu
         assert "of several ranks over NCCL, this one has 2 rank(s) of gloo" in on_gloo
 
@@ -126,7 +126,7 @@ def test_buffers_lie_in_the_pool(calls: list[str], monkeypatch: pytest.MonkeyPat
 @pytest.mark.dist
 def test_every_communicator_is_registered(ranks: Callable[[int], RankGroup]) -> None:
     """Gradients and parameters each have one; several instances have one inside and one across."""
-    assert ranks(4).run(count_groups, timeout=60) == [[2, 4]] * 4
+    assert ranks(4).run(count_groups) == [[2, 4]] * 4
 
 
 def count_groups(rank: int) -> list[int]:

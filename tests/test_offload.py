@@ -311,7 +311,7 @@ def broadcast(rank: int) -> list[list[float]]:
 
 @pytest.mark.dist
 def test_broadcast_params(ranks: Callable[[int], RankGroup]) -> None:
-    assert ranks(2).run(broadcast, timeout=60) == [[[1.0], [1.0]]] * 2
+    assert ranks(2).run(broadcast) == [[[1.0], [1.0]]] * 2
 
 
 def test_zero_grad_buffer_zeroes_everything() -> None:
