@@ -3,7 +3,7 @@
     forward    locate_params -> add_buffer_inputs -> [dequantize_params -> verify_hidden]
                -> [insert_param_sync -> verify_forward]
     backward   add_buffer_inputs -> [dequantize_params -> verify_hidden]
-               -> [fuse_wgrad] -> write_main_grads -> insert_grad_sync -> verify_backward
+               -> [fuse_wgrad] -> write_main_grads -> [scale_main_grads] -> insert_grad_sync -> verify_backward
 
 A backward in the ``untouched`` role writes nothing. ``run_passes`` lints and dumps after each pass.
 """
@@ -25,6 +25,7 @@ from megabuf_fx.passes import (
     insert_grad_sync,
     insert_param_sync,
     locate_params,
+    scale_main_grads,
     verify,
     write_main_grads,
 )
@@ -73,9 +74,11 @@ def backward_passes(
     fuse: bool,
     hidden: Mapping[str, HiddenInput] = MappingProxyType({}),
     decompositions: Decompositions = MappingProxyType({}),
+    factors: Mapping[tuple[int, int], float] = MappingProxyType({}),
 ) -> list[Step]:
     """Gradients into buffers, launches at bucket boundaries. ``gradients`` maps output position to parameter,
-    ``hidden`` placeholder names to what was saved of quantized parameters."""
+    ``hidden`` placeholder names to what was saved of quantized parameters, ``factors`` launched bucket groups to what
+    their gradients are multiplied by before they are sent."""
     writes = tuple(gradients.values()) if role.write is not None else ()
     if not writes and not hidden:
         return []
@@ -88,15 +91,13 @@ def backward_passes(
     if fuse and role.write != "flagged":
         accumulate = role.write == "accumulate"
         steps.append((fuse_wgrad.PASS, partial(fuse_wgrad.fuse_wgrad, gradients=gradients, accumulate=accumulate)))
-    return [
-        *steps,
-        (
-            write_main_grads.PASS,
-            partial(write_main_grads.write_main_grads, gradients=gradients, write=role.write),
-        ),
-        (insert_grad_sync.PASS, partial(insert_grad_sync.insert_grad_sync, launches=role.launches)),
-        (verify.BACKWARD, partial(verify.verify_backward, gradients=gradients, launches=role.launches)),
-    ]
+    write = partial(write_main_grads.write_main_grads, gradients=gradients, write=role.write)
+    steps.append((write_main_grads.PASS, write))
+    if factors:
+        steps.append((scale_main_grads.PASS, partial(scale_main_grads.scale_main_grads, factors=factors)))
+    launch = partial(insert_grad_sync.insert_grad_sync, launches=role.launches, scaled=factors.keys())
+    check = partial(verify.verify_backward, gradients=gradients, launches=role.launches, factors=factors)
+    return [*steps, (insert_grad_sync.PASS, launch), (verify.BACKWARD, check)]
 
 
 def run_passes(gm: GraphModule, steps: Sequence[Step], *, dump: GraphDump) -> GraphModule:

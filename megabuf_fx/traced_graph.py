@@ -262,6 +262,7 @@ class TracedGraph:
             fuse=self.fuse,
             hidden=hidden,
             decompositions=self._decompositions() if hidden else {},
+            factors=_factors(role, binding.models),
         )
         kind = f"backward_{role.name}"
         if role.launches and role.launches != binding.plan.covered:
@@ -344,6 +345,16 @@ def _stored_inputs(hidden: Mapping[str, HiddenInput], models: Mapping[int, Model
         return weights.stored(param.param)
 
     return stored_inputs((entry.param for entry in hidden.values()), stored)
+
+
+def _factors(role: Role, models: Mapping[int, ModelBuffers]) -> dict[tuple[int, int], float]:
+    """What the gradients of launched bucket groups are multiplied by in the graph, by ``(handle, group)``."""
+    found = {}
+    for handle, group in role.launches:
+        reducer = models[handle].reducer
+        if reducer.factor_of(group) != 1 and reducer.can_scale_early(group):
+            found[handle, group] = reducer.factor_of(group)
+    return found
 
 
 def _find_tensor(extra: ExtraInput, models: Mapping[int, ModelBuffers]) -> Tensor:

@@ -6,7 +6,8 @@ Passes leave two marks in ``node.meta``, so that later passes and the verifier n
 * ``meta["megabuf_hidden"]``: the same of a placeholder whose memory nothing may read, as the parameter is quantized;
 * ``meta["megabuf_extra"]``: the ``ExtraInput`` of a placeholder that ``add_buffer_inputs`` has made;
 * ``meta["megabuf_main_grad"]``: the ``GraphParam`` of a node that is a ``main_grad`` (placeholder, or view of a whole
-  buffer), and ``meta["megabuf_token"]``, ``meta["megabuf_flag"]`` on the placeholders of the token and of the flag.
+  buffer), and ``meta["megabuf_token"]``, ``meta["megabuf_flag"]`` on the placeholders of the token and of the flag;
+* ``meta["megabuf_scaled"]``: on a product of a gradient with the factor of its bucket group.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ EXTRA = "megabuf_extra"
 MAIN_GRAD = "megabuf_main_grad"
 TOKEN = "megabuf_token"
 FLAG = "megabuf_flag"
+SCALED = "megabuf_scaled"
 
 # A new node inherits where it comes from, so that traces and profiles show the user's source line.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "original_aten", "from_node")

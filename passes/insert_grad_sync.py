@@ -14,7 +14,7 @@ Raises: PassError when the graph has no token although it launches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -37,7 +37,10 @@ def find_last_writes(gm: GraphModule) -> dict[tuple[int, int], Node]:
     return {param.key: node for node in gm.graph.nodes if (param := written_param(node)) is not None}
 
 
-def insert_grad_sync(gm: GraphModule, *, launches: Sequence[tuple[int, int]]) -> GraphModule:
+def insert_grad_sync(
+    gm: GraphModule, *, launches: Sequence[tuple[int, int]], scaled: Collection[tuple[int, int]] = ()
+) -> GraphModule:
+    """``scaled`` are the groups whose writes ``scale_main_grads`` has multiplied."""
     if not launches:
         return gm
     graph = gm.graph
@@ -58,10 +61,9 @@ def insert_grad_sync(gm: GraphModule, *, launches: Sequence[tuple[int, int]]) ->
         if write is not None and order[write] > rank:
             boundary, rank = write, order[write]
         with graph.inserting_after(boundary):
-            # args: (main_grads, token, handle, group)
-            node = graph.call_function(
-                start_grad_sync, (_destinations(views.get((handle, group), [])), token, handle, group)
-            )
+            # args: (main_grads, token, handle, group, scaled=False)
+            args = (_destinations(views.get((handle, group), [])), token, handle, group)
+            node = graph.call_function(start_grad_sync, (*args, True) if (handle, group) in scaled else args)
         node.meta["val"] = None
         boundary = inherit_provenance(node, write or boundary)
     return gm

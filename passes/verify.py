@@ -15,6 +15,7 @@ Raises: PassError naming parameter, bucket group and node.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
@@ -22,6 +23,8 @@ from megabuf_fx.passes.contract import GraphPass, PassError
 from megabuf_fx.passes.graph_utils import (
     HIDDEN,
     PARAM,
+    SCALED,
+    aten,
     is_view_of,
     outputs,
     placeholders,
@@ -31,14 +34,19 @@ from megabuf_fx.passes.graph_utils import (
     written_nodes,
     written_param,
 )
-from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
+from megabuf_fx.runtime.ops import ACCUMULATING_OPS, start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
 
 
 def verify_backward(
-    gm: GraphModule, *, gradients: Mapping[int, GraphParam], launches: Sequence[tuple[int, int]]
+    gm: GraphModule,
+    *,
+    gradients: Mapping[int, GraphParam],
+    launches: Sequence[tuple[int, int]],
+    factors: Mapping[tuple[int, int], float] = MappingProxyType({}),
 ) -> GraphModule:
-    """``gradients`` maps output position to parameter; ``launches`` is the role's launch order."""
+    """``gradients`` maps output position to parameter; ``launches`` is the role's launch order, ``factors`` what the
+    gradients of a launched group are multiplied by."""
     values = outputs(gm.graph)
     writes: dict[tuple[int, int], list[Node]] = {}
     by_group: dict[tuple[int, int], list[tuple[Node, GraphParam]]] = {}
@@ -61,6 +69,9 @@ def verify_backward(
     order = positions(gm.graph)
     for node, key in zip(starts, launches):
         _check_token(gm, node, BACKWARD.name, key)
+        # args: (main_grads, token, handle, group, scaled=False)
+        if (node.args[4:] == (True,)) != (key in factors):
+            raise PassError(BACKWARD.name, f"the launch of bucket group {key} says the wrong thing of its factor", node)
         sent = node.args[0]
         for write, param in by_group.get(key, []):
             if order[write] > order[node]:
@@ -70,7 +81,20 @@ def verify_backward(
             sources = {storage_input(written) for written in written_nodes(write)}
             if not isinstance(sent, (list, tuple)) or not sources.intersection(sent):
                 raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
+            factor, expected = _factor_of(write), factors.get(key, 1.0)
+            if factor != expected:
+                raise PassError(BACKWARD.name, f"'{param.name}' is written times {factor}, not {expected}", write)
     return gm
+
+
+def _factor_of(write: Node) -> object:
+    """What a write multiplies its gradient by."""
+    if write.target in ACCUMULATING_OPS:
+        return write.kwargs.get("alpha", 1.0)
+    # args: copy_(self, src); mul(self, other)
+    source = write.args[1] if write.target is aten.copy_.default else None
+    is_product = isinstance(source, Node) and source.target is aten.mul.Tensor and SCALED in source.meta
+    return source.args[1] if is_product else 1.0  # type: ignore[union-attr]
 
 
 def verify_forward(gm: GraphModule) -> GraphModule:

@@ -81,11 +81,14 @@ class GradReducer:
         self.is_complete = [False] * len(plan.groups)
         """Groups that were all-reduced since the last reset: every rank holds all of their gradients."""
         self._queued = [False] * len(plan.groups)
+        self._scaled = [False] * len(plan.groups)
         self._next = 0
         self._works: dict[int, list[PendingWork]] = {}
 
-    def start(self, group: int) -> None:
+    def start(self, group: int, *, scaled: bool = False) -> None:
         """Start the group's reduction, now or as soon as all its predecessors have started.
+
+        ``scaled`` says that whoever wrote the gradients has multiplied them by the factor of their ``GradScaling``.
 
         Raises:
             RuntimeError: the group was started before and not reset since.
@@ -95,8 +98,9 @@ class GradReducer:
                 f"bucket {group} is already {self.phases[group].value}; reset gradients (zero_grad) between steps"
             )
         self._queued[group] = True
+        self._scaled[group] = scaled
         while self._next < len(self._queued) and self._queued[self._next]:
-            self._launch(self._next)
+            self._launch(self._next, scaled=self._scaled[self._next])
             self._next += 1
 
     def is_started(self, group: int) -> bool:
@@ -127,7 +131,7 @@ class GradReducer:
 
     def reduce_again(self, group: int) -> None:
         """Reduce a group a second time within one step and wait for it."""
-        self._launch(group)
+        self._launch(group, scaled=False)
         self.wait(group)
 
     def full_grad(self, bucket: Bucket) -> Tensor:
@@ -163,13 +167,21 @@ class GradReducer:
             for work in self._works.pop(group):
                 work.wait()
 
-    def _launch(self, group: int) -> None:
+    def factor_of(self, group: int) -> float:
+        """What multiplies the gradients of a group before they are sent; its buckets are all dense or all experts'."""
+        return float(self.channels[self.plan.groups[group].buckets[0].buffer].scaling.factor)
+
+    def can_scale_early(self, group: int) -> bool:
+        """Whether gradients may be multiplied as they are written: fp32 sums of their own are rounded first."""
+        buckets = self.plan.groups[group].buckets
+        return not any(set(self.buffers[b.buffer].promoted).intersection(b.params) for b in buckets)
+
+    def _launch(self, group: int, *, scaled: bool) -> None:
         is_scattered = self.plan.sharded and not self.force_all_reduce
         for bucket in self.plan.groups[group].buckets:
             self.buffers[bucket.buffer].round_promoted(bucket.params)
-            scaling = self.channels[bucket.buffer].scaling
-            if scaling.factor != 1:
-                self.full_grad(bucket).mul_(float(scaling.factor))
+            if not scaled and self.factor_of(group) != 1:
+                self.full_grad(bucket).mul_(self.factor_of(group))
         start_reduction_(self._full_grads(group), self._handle, group, is_scattered)
         self.phases[group] = GradPhase.REDUCING
         self.is_complete[group] = not is_scattered

@@ -175,8 +175,9 @@ class ModelBuffers:
 
     # What graphs call: host ops.
 
-    def start_grad_sync(self, group: int) -> None:
-        """Reduce a bucket group whose gradients are final."""
+    def start_grad_sync(self, group: int, *, scaled: bool = False) -> None:
+        """Reduce a bucket group whose gradients are final; ``scaled`` when they have been multiplied by their factor
+        of ``GradScaling``."""
         if self._writer is not None and self._writer != torch.cuda.current_stream(self.token.device):
             # Autograd synchronizes streams for gradients that it sees, and it sees none of a graph's.
             torch.cuda.current_stream(self.token.device).wait_stream(self._writer)
@@ -190,7 +191,7 @@ class ModelBuffers:
         if self.checks is not None:
             self.checks.look(group, self.main_grads)
         self._started_in[group] = self._backward_id
-        self.reducer.start(group)
+        self.reducer.start(group, scaled=scaled)
 
     def wait_param_sync(self, group: int) -> None:
         """Make the parameters of a bucket group current."""

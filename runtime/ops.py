@@ -2,9 +2,10 @@
 
 Graphs call
 
-    start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()
+    start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group, bool scaled=False) -> ()
     wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()
-    accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()
+    accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate, *,
+                      float beta=1., float alpha=1.) -> ()
 
 and the host calls
 
@@ -43,7 +44,7 @@ from torch import Tensor
 class SyncTarget(Protocol):
     """What a graph's collective ops act on."""
 
-    def start_grad_sync(self, group: int) -> None: ...
+    def start_grad_sync(self, group: int, *, scaled: bool = False) -> None: ...
 
     def wait_param_sync(self, group: int) -> None: ...
 
@@ -95,9 +96,12 @@ def _target(handle: int) -> SyncTarget:
     return target
 
 
-def _start_grad_sync(main_grads: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
-    """Start the reduction of a bucket group. ``main_grads`` are the views of its parameters, already final."""
-    _target(handle).start_grad_sync(group)
+def _start_grad_sync(
+    main_grads: Sequence[Tensor], token: Tensor, handle: int, group: int, scaled: bool = False
+) -> None:
+    """Start the reduction of a bucket group. ``main_grads`` are the views of its parameters, already final; ``scaled``
+    when the graph has multiplied them by the factor of their buffer's ``GradScaling``."""
+    _target(handle).start_grad_sync(group, scaled=scaled)
 
 
 def _wait_param_sync(params: Sequence[Tensor], token: Tensor, handle: int, group: int) -> None:
@@ -137,28 +141,33 @@ def _all_reduce_amax_(amax: Tensor, handle: int, is_expert: bool) -> None:
     _device_target(handle).all_reduce_amax(amax, is_expert=is_expert)
 
 
-def _accumulate_wgrad_(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
-    """``main_grad = lhs @ rhs (+ main_grad)``, written straight into the buffer.
+def _accumulate_wgrad_(
+    main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool, *, beta: float = 1.0, alpha: float = 1.0
+) -> None:
+    """``main_grad = alpha * (lhs @ rhs) (+ beta * main_grad)``, written straight into the buffer.
 
     Shapes: ``main_grad`` ``[m, n]``, ``lhs`` ``[m, k]``, ``rhs`` ``[k, n]``; ``main_grad`` may be wider than the
-    factors. Without a kernel of mixed dtypes (CPU) the product is rounded to the factors' dtype and then added.
+    factors. Without a kernel of mixed dtypes (CPU) the product is rounded to the factors' dtype and then added. What
+    ``main_grad`` held may be NaN when it is not accumulated.
     """
     _check_product(main_grad, lhs, rhs)
     # `.data` shares the storage and not the version counter, see [Note: order of collectives in a graph].
     destination = main_grad.data
+    kept = beta if accumulate else 0.0
     if destination.dtype == lhs.dtype:
-        if accumulate:
-            destination.addmm_(lhs, rhs)
-        else:
-            torch.mm(lhs, rhs, out=destination)
+        destination.addmm_(lhs, rhs, beta=kept, alpha=alpha)
     elif destination.is_cuda and destination.dtype == torch.float32:
         torch.ops.aten.addmm.dtype_out(
-            destination, lhs, rhs, destination.dtype, beta=1 if accumulate else 0, out=destination
+            destination, lhs, rhs, destination.dtype, beta=kept, alpha=alpha, out=destination
         )
     elif accumulate:
-        destination.add_(torch.mm(lhs, rhs))
+        if beta != 1:
+            destination.mul_(beta)
+        destination.add_(torch.mm(lhs, rhs), alpha=alpha)
     else:
         destination.copy_(torch.mm(lhs, rhs))
+        if alpha != 1:
+            destination.mul_(alpha)
 
 
 def _check_product(main_grad: Tensor, lhs: Tensor, rhs: Tensor) -> None:
@@ -187,12 +196,14 @@ def _nothing(*unused: object) -> None:
     return None
 
 
-def _check_only(main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool) -> None:
+def _check_only(
+    main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool, *, beta: float = 1.0, alpha: float = 1.0
+) -> None:
     _check_product(main_grad, lhs, rhs)
 
 
 start_grad_sync = _define(
-    "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group) -> ()",
+    "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group, bool scaled=False) -> ()",
     _start_grad_sync,
     is_host_op=True,
 )
@@ -202,7 +213,8 @@ wait_param_sync = _define(
     is_host_op=True,
 )
 accumulate_wgrad_ = _define(
-    "accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate) -> ()",
+    "accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate, *, "
+    "float beta=1., float alpha=1.) -> ()",
     _accumulate_wgrad_,
     _check_only,
 )
@@ -214,6 +226,9 @@ start_gather_ = _define("start_gather_(Tensor(a!)[] params, int handle, int grou
 wait_gather_ = _define("wait_gather_(Tensor(a!)[] params, int handle, int group) -> ()", _wait_gather_)
 all_reduce_ = _define("all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()", _all_reduce_)
 all_reduce_amax_ = _define("all_reduce_amax_(Tensor(a!) amax, int handle, bool is_expert) -> ()", _all_reduce_amax_)
+
+ACCUMULATING_OPS = (accumulate_wgrad_,)
+"""Device ops that compute a gradient and write it into ``main_grad``; all have ``beta`` and ``alpha``."""
 
 HOST_OPS: Mapping[Any, Callable[..., None]] = MappingProxyType(
     {start_grad_sync: _start_grad_sync, wait_param_sync: _wait_param_sync}

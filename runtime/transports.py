@@ -55,7 +55,10 @@ class AllToAllReduceScatter:
 
 def _sum_chunks(shard: Tensor, chunks: Tensor, divisor: int) -> None:
     if shard.dtype == torch.float32:
-        torch.sum(chunks, dim=0, out=shard)
+        # One pass for each rank but the first: torch.sum over rows takes four times as long for two of them.
+        torch.add(chunks[0], chunks[1], out=shard)
+        for chunk in chunks[2:]:
+            shard.add_(chunk)
         if divisor != 1:
             shard.div_(divisor)
         return

@@ -200,7 +200,7 @@ class Buffers:
     def launches(self) -> tuple[tuple[int, int], ...]:
         return self.plan.covered
 
-    def start_grad_sync(self, group: int) -> None:
+    def start_grad_sync(self, group: int, *, scaled: bool = False) -> None:
         self.calls.append(("start_grad_sync", group))
         params = self.bucket_plan.groups[group].params
         self.sent[group] = [self.main_grads[param].clone() for param in params]

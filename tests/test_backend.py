@@ -214,9 +214,9 @@ def test_first_step_launches_every_bucket_inside_the_backward(monkeypatch: pytes
     original = buf.buffers.start_grad_sync
     is_in_graph = True
 
-    def recorded(group: int) -> None:
+    def recorded(group: int, *, scaled: bool = False) -> None:
         started.append((group, is_in_graph))
-        original(group)
+        original(group, scaled=scaled)
 
     monkeypatch.setattr(buf.buffers, "start_grad_sync", recorded)
     torch.compile(model, backend="megabuf")(batch(0, 0, 0, 8, 13)).square().mean().backward()

@@ -47,9 +47,9 @@ def compile_backward(layers: int, bucket_size: int) -> Compiled:
     launched: list[int] = []
     original = buf.buffers.start_grad_sync
 
-    def recorded(group: int) -> None:
+    def recorded(group: int, *, scaled: bool = False) -> None:
         launched.append(group)
-        original(group)
+        original(group, scaled=scaled)
 
     buf.buffers.start_grad_sync = recorded  # type: ignore[method-assign]
     call = torch.compile(model, backend="megabuf")

@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def start_grad_sync(self, group: int) -> None:
+    def start_grad_sync(self, group: int, *, scaled: bool = False) -> None:
         self.calls.append(("start", group))
 
     def wait_param_sync(self, group: int) -> None:
@@ -173,7 +173,7 @@ def test_schemas_declare_what_is_mutated() -> None:
 
 def test_errors_of_the_target_come_through() -> None:
     class Broken(Recorder):
-        def start_grad_sync(self, group: int) -> None:
+        def start_grad_sync(self, group: int, *, scaled: bool = False) -> None:
             raise RuntimeError(f"bucket {group} is already reducing")
 
     broken = Broken()

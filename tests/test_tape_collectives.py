@@ -230,10 +230,10 @@ def test_steps_of_compiled_graphs_replay_bitwise(
     """Host ops run in the recording and in no replay."""
     calls = {"start_grad_sync": 0, "wait_param_sync": 0}
 
-    def count(name: str, run: Callable[[ModelBuffers, int], None]) -> None:
-        def counted(self: ModelBuffers, group: int) -> None:
+    def count(name: str, run: Callable[..., None]) -> None:
+        def counted(self: ModelBuffers, group: int, **options: bool) -> None:
             calls[name] += 1
-            run(self, group)
+            run(self, group, **options)
 
         monkeypatch.setattr(ModelBuffers, name, counted)
 
