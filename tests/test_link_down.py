@@ -8,16 +8,14 @@ them.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fault_runs import ANY_GATHER, GATHER, NUMBER, REDUCTION, TIMEOUT, start_ranks
+from two_hosts import CannotEmulateError, Host, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -38,47 +36,22 @@ FAULTS = {
 """What rank 0 and rank 1 say when the link goes down so in step 2."""
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two namespaces and the name of the device in each, joined and up; skips where they cannot be made."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need ip, from iproute2")
-    # Names of devices have 15 characters at most.
-    names = [(f"megabuf-{os.getpid()}-{side}", f"mb{os.getpid()}{side}") for side in "ab"]
-    (first, device), (second, peer) = names
+def hosts() -> Iterator[tuple[Host, Host]]:
     try:
-        try:
-            for namespace, _ in names:
-                run("ip", "netns", "add", namespace)
-            run("ip", "link", "add", device, "netns", first, "type", "veth", "peer", "name", peer, "netns", second)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"cannot make network namespaces joined by a veth pair: {error.stderr.strip()}")
-        for number, (namespace, device) in enumerate(names):
-            run("ip", "-n", namespace, "address", "add", f"10.77.0.{number + 1}/24", "dev", device)
-            run("ip", "-n", namespace, "link", "set", device, "up")
-            run("ip", "-n", namespace, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for namespace, _ in names:
-            # The devices go with it.
-            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+        with two_hosts() as both:
+            yield both
+    except CannotEmulateError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_both_ranks_end_with_an_error(tmp_path: Path, hosts: list[tuple[str, str]], fault: str) -> None:
-    # A namespace has all ports to itself.
-    meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+def test_both_ranks_end_with_an_error(tmp_path: Path, hosts: tuple[Host, Host], fault: str) -> None:
     processes = start_ranks(
         fault,
         tmp_path / "checkpoints",
-        environments=[{**meeting, "GLOO_SOCKET_IFNAME": device} for _, device in hosts],
-        prefixes=[["ip", "netns", "exec", namespace] for namespace, _ in hosts],
+        environments=[host.environment for host in hosts],
+        prefixes=[host.prefix for host in hosts],
     )
     ends: dict[int, float] = {}
     deadline = time.monotonic() + 120
