@@ -159,7 +159,8 @@ class GradReducer:
                     works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
                 else:
                     works.append(comm.all_reduce(full, average=scaling.average))
-        self._works[group] = works
+        # Gloo's works hold temporaries of the transport, which may be done with them before this rank waits.
+        self._works[group] = [pending._replace(work=None) for pending in works]
         return works
 
     def wait_reduction(self, group: int) -> None:

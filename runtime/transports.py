@@ -3,8 +3,10 @@
 [Note: all-to-all reduce-scatter]
 Every rank sends each other rank its chunk and sums what it receives itself, in rank order. With 16-bit gradients the
 sum has fp32 accuracy at the traffic of 16 bits (Megatron ``reduce_scatter_with_fp32_accumulation``, semantics §10), and
-on gloo it is the faster way even in fp32. It needs a temporary of the bucket's size. Megatron selects it by replacing a
-function for the whole process and cannot average with it; here it is an object that one buffer uses.
+on gloo it is the faster way even in fp32. It needs a temporary of the bucket's size, so one is in flight at a time: the
+next one first finishes its predecessor. The network is idle only for the time of a sum, and compute goes on meanwhile.
+Megatron selects it by replacing a function for the whole process and cannot average with it; here it is an object that
+one buffer uses.
 """
 
 from __future__ import annotations
@@ -27,27 +29,27 @@ ReduceScatter = Callable[[Tensor, Tensor, bool], PendingWork]
 class AllToAllReduceScatter:
     """Reduce-scatter by all-to-all and a local sum with fp32 accumulation; see [Note: all-to-all reduce-scatter].
 
-    ``one_at_a_time`` finishes the previous reduction before it starts the next, so that one temporary is alive at most.
+    The previous reduction is finished before the next is started, so that one temporary is alive at most.
     """
 
-    def __init__(self, comm: ProcessGroupComm, *, one_at_a_time: bool) -> None:
+    def __init__(self, comm: ProcessGroupComm) -> None:
         self._comm = comm
-        self._one_at_a_time = one_at_a_time
-        self._previous: Callable[[], None] | None = None
+        self._previous: Callable[[], None] = lambda: None
 
     def __call__(self, shard: Tensor, full: Tensor, average: bool) -> PendingWork:
-        if self._one_at_a_time and self._previous is not None:
-            self._previous()
+        self._previous()
         received = torch.empty_like(full)
         work = self._comm.all_to_all(received, full)
-        pending: list[Tensor] = [received]
+        # Dropped together, as gloo's works hold their tensors.
+        pending = [(received, work)]
 
         def finish() -> None:
             # Waited for by the next reduction or by whoever needs the result, whoever comes first.
             if not pending:
                 return
-            work.wait()
-            _sum_chunks(shard, pending.pop().view(self._comm.size, -1), self._comm.size if average else 1)
+            pending[0][1].wait()
+            chunks, _ = pending.pop()
+            _sum_chunks(shard, chunks.view(self._comm.size, -1), self._comm.size if average else 1)
 
         self._previous = finish
         return PendingWork(finish, (shard, full), work.work)
@@ -226,8 +228,7 @@ def choose_reduce_scatter(comm: Comm, grad_dtype: torch.dtype, *, with_fp32_accu
     """The reduce-scatter of a buffer with gradients of ``grad_dtype``; ``comm`` has several ranks or is the
     identity."""
     if isinstance(comm, ProcessGroupComm):
-        if with_fp32_accumulation and grad_dtype != torch.float32:
-            return AllToAllReduceScatter(comm, one_at_a_time=True)
-        if comm.is_gloo and grad_dtype == torch.float32:
-            return AllToAllReduceScatter(comm, one_at_a_time=False)
+        by_all_to_all = comm.is_gloo if grad_dtype == torch.float32 else with_fp32_accumulation
+        if by_all_to_all:
+            return AllToAllReduceScatter(comm)
     return lambda shard, full, average: comm.reduce_scatter(shard, full, average=average)

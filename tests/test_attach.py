@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,37 @@ def test_attached_twice() -> None:
     assert "parameter '0.weight' is already attached" in error_text(lambda: mb.attach(nn.Sequential(model)))
     buf.detach()
     mb.attach(model)
+
+
+def on_numpy(model: nn.Module) -> list[weakref.ref[Any]]:
+    """Give parameters memory of numpy's, which tells when nothing holds it any more."""
+    references = []
+    for param in model.parameters():
+        array = param.detach().numpy().copy()
+        param.data = torch.from_numpy(array)
+        references.append(weakref.ref(array))
+    return references
+
+
+def test_no_copy_of_the_parameters_is_left() -> None:
+    """Sharded, they are views of the buffer, and nothing holds what they were before: not the handle, the optimizer,
+    compiled graphs or the autograd nodes that ``attach`` looks up."""
+    model = seeded(Mlp)
+    references = on_numpy(model)
+    assert all(reference() is not None for reference in references)
+    buf = mb.attach(model, EAGER)
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    buf.detach()
+
+
+def test_unsharded_parameters_stay_where_they_are() -> None:
+    model = seeded(Mlp)
+    references = on_numpy(model)
+    buf = mb.attach(model, mb.MegabufConfig(inner_compiler="aot_eager", use_distributed_optimizer=False))
+    gc.collect()
+    assert all(reference() is not None for reference in references)
+    buf.detach()
 
 
 def test_wide_gradients_are_for_the_distributed_optimizer() -> None:

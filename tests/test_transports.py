@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from helpers import RankGroup
 from torch import Tensor, nn
 
 import megabuf_fx as mb
-from megabuf_fx.runtime.collectives import ProcessGroupComm
+from megabuf_fx.runtime.collectives import PendingWork, ProcessGroupComm
 from megabuf_fx.runtime.transports import AllToAllReduceScatter, make_comm_pair
 
 
@@ -32,7 +33,7 @@ def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
         comm.reduce_scatter(shard_of(wide), wide, average=False).wait()
         comm.reduce_scatter(shard_of(narrow), narrow, average=False).wait()
         # The shard is a slice of what is sent.
-        work = AllToAllReduceScatter(comm, one_at_a_time=seed % 2 == 0)(shard_of(full), full, False)
+        work = AllToAllReduceScatter(comm)(shard_of(full), full, False)
         work.wait()
         others = [part for part in range(4) if part != rank]
         found.append(
@@ -51,6 +52,40 @@ def test_all_to_all_is_fp32_reduce_scatter_rounded_once(ranks: Callable[[int], R
     """Four ranks: with two, bf16 itself rounds once only."""
     for found in ranks(4).run(reduce_scatters):
         assert found == [(True, False, True)] * 20
+
+
+class HoldingComm:
+    """A rank of two that gets its own data back; a collective holds its tensors, as gloo's do."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.received: list[weakref.ref[Tensor]] = []
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
+        received.copy_(sent)
+        self.received.append(weakref.ref(received))
+        return PendingWork(lambda: None, (received, sent))
+
+    def alive(self) -> int:
+        """Temporaries that something still holds."""
+        return sum(reference() is not None for reference in self.received)
+
+
+def test_one_temporary_is_alive() -> None:
+    """And none when all is reduced, although works and transport are still there."""
+    comm = HoldingComm()
+    transport = AllToAllReduceScatter(comm)  # type: ignore[arg-type]
+    buckets = [torch.full((8,), float(number)) for number in range(4)]
+    works = []
+    for full in buckets:
+        works.append(transport(full[:4], full, False))
+        assert comm.alive() == 1
+    for work in works:
+        work.wait()
+        work.wait()
+    assert comm.alive() == 0
+    assert [full[0].item() for full in buckets] == [0.0, 2.0, 4.0, 6.0]
 
 
 def accumulated(rank: int) -> list[bool]:
