@@ -104,8 +104,9 @@ class MegabufConfig:
     init_sync: bool = True
     """Broadcast parameters and module buffers from the group's first rank in ``attach``, as DDP does."""
     gradient_accumulation_fusion: bool = True
-    """Let weight-gradient matrix products accumulate straight into ``main_grad``. A sum of micro-batches is then
-    rounded once less."""
+    """Let matrix products that are weight gradients accumulate straight into ``main_grad``, and the rows of embedding
+    gradients, too, so that no temporary of a parameter's size is made. A sum of micro-batches is then rounded once less
+    (products), or after each row (embeddings)."""
     dense_layout: bool = False
     """Megatron's layout without any padding; only without the distributed optimizer. Graphs then take whole buffers,
     because views in it can be misaligned, and identical layers no longer share kernels."""

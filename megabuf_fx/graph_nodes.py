@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 import megabuf_fx._compat as _compat
-from megabuf_fx.passes.graph_utils import PARAM, aten, is_view, written_param
+from megabuf_fx.passes.graph_utils import PARAM, adds_rows, aten, is_view, written_param
 from megabuf_fx.runtime.ops import accumulate_wgrad_, start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
 
@@ -135,6 +135,9 @@ def _nbytes(node: Node) -> int:
     read = [tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
     if node.target in _READS_ROWS:
         read = [*written, *read[1:]]
+    if adds_rows(node):
+        # Of `main_grad` only these rows; overwriting sets all of it to zero.
+        read[0] = read[0].new_empty(read[1].shape)
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         # The result is one of the arguments.

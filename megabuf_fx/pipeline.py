@@ -3,7 +3,8 @@
     forward    locate_params -> add_buffer_inputs -> [dequantize_params -> verify_hidden]
                -> [insert_param_sync -> verify_forward]
     backward   add_buffer_inputs -> [dequantize_params -> verify_hidden]
-               -> [fuse_wgrad] -> write_main_grads -> [scale_main_grads] -> insert_grad_sync -> verify_backward
+               -> [fuse_embedding_grad -> fuse_wgrad] -> write_main_grads -> [scale_main_grads] -> insert_grad_sync
+               -> verify_backward
 
 A backward in the ``untouched`` role writes nothing. ``run_passes`` lints and dumps after each pass.
 """
@@ -21,6 +22,7 @@ from megabuf_fx.dump import GraphDump
 from megabuf_fx.passes import (
     add_buffer_inputs,
     dequantize_params,
+    fuse_embedding_grad,
     fuse_wgrad,
     insert_grad_sync,
     insert_param_sync,
@@ -90,6 +92,8 @@ def backward_passes(
         return steps
     if fuse and role.write != "flagged":
         accumulate = role.write == "accumulate"
+        embeddings = partial(fuse_embedding_grad.fuse_embedding_grad, gradients=gradients, accumulate=accumulate)
+        steps.append((fuse_embedding_grad.PASS, embeddings))
         steps.append((fuse_wgrad.PASS, partial(fuse_wgrad.fuse_wgrad, gradients=gradients, accumulate=accumulate)))
     write = partial(write_main_grads.write_main_grads, gradients=gradients, write=role.write)
     steps.append((write_main_grads.PASS, write))

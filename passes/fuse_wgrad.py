@@ -23,6 +23,7 @@ from megabuf_fx.passes.graph_utils import (
     aten,
     contiguous_stride,
     inherit_provenance,
+    is_cast,
     main_grad_nodes,
     outputs,
     set_outputs,
@@ -31,7 +32,6 @@ from megabuf_fx.runtime.ops import accumulate_wgrad_
 from megabuf_fx.runtime.plan import GraphParam
 
 _TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
-_CASTS = (aten._to_copy.default,)
 
 
 class WeightGrad(NamedTuple):
@@ -59,15 +59,10 @@ def find_weight_grad(grad: Node) -> WeightGrad | None:
         source = node.all_input_nodes[0]
         if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
             is_transposed = is_transposed != _swaps(node)
-        elif not (_is_cast(node) and source.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize):
+        elif not (is_cast(node) and source.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize):
             return None
         node = source
     return None
-
-
-def _is_cast(node: Node) -> bool:
-    # Inductor's decompositions spell the cast as prims.convert_element_type.
-    return node.target in _CASTS or str(node.target) == "prims.convert_element_type.default"
 
 
 def _swaps(node: Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megabuf_fx.runtime.ops import start_grad_sync, wait_param_sync
+from megabuf_fx.runtime.ops import accumulate_embedding_, start_grad_sync, wait_param_sync
 from megabuf_fx.runtime.plan import GraphParam
 
 aten = torch.ops.aten
@@ -142,6 +142,18 @@ def _bases(node: Node) -> Iterator[Node]:
     while node.op == "call_function" and node.all_input_nodes and is_view(node):
         node = node.all_input_nodes[0]
         yield node
+
+
+def is_cast(node: Node) -> bool:
+    """Whether this op changes the dtype of its first argument and nothing else of it."""
+    # Inductor's decompositions spell the cast as prims.convert_element_type.
+    return node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def adds_rows(node: Node) -> bool:
+    """Whether this node adds rows to a ``main_grad`` and keeps what is there."""
+    # args: (main_grad, grad, indices, padding_idx, accumulate)
+    return node.target is accumulate_embedding_ and node.args[4] is True
 
 
 def is_view(node: Node) -> bool:

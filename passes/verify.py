@@ -1,8 +1,8 @@
 """Prove, on the final graph, what the passes promise.
 
 Backward: every launched bucket group is launched exactly once, in launch order, after every write of the group and
-with all the destinations it writes; no write comes later; each gradient is written exactly once; no bound parameter is
-left among the outputs; collectives share one token.
+with all the destinations it writes; no write comes later; each gradient is written exactly once, to which only distinct
+terms of rows are added afterwards; no bound parameter is left among the outputs; collectives share one token.
 Forward: every read of a parameter comes after exactly one wait of its group, and that wait names the parameter.
 
 Both, with quantized parameters: no op reads the memory of one.
@@ -24,6 +24,7 @@ from megabuf_fx.passes.graph_utils import (
     HIDDEN,
     PARAM,
     SCALED,
+    adds_rows,
     aten,
     is_view_of,
     outputs,
@@ -58,15 +59,14 @@ def verify_backward(
     for position, param in gradients.items():
         if values[position] is not None:
             raise PassError(BACKWARD.name, f"gradient of '{param.name}' is still output {position}", values[position])
-        count = len(writes.get((param.handle, param.param), []))
-        if count != 1:
-            raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written {count} times, expected once")
+        _check_written_once(param, writes.get((param.handle, param.param), []))
     starts = [node for node in gm.graph.nodes if node.target is start_grad_sync]
     # args: (main_grads, token, handle, group)
     found = [(node.args[2], node.args[3]) for node in starts]
     if found != list(launches):
         raise PassError(BACKWARD.name, f"bucket groups are launched as {found}, expected {list(launches)}")
     order = positions(gm.graph)
+    first_writes = {group[0] for group in writes.values()}
     for node, key in zip(starts, launches):
         _check_token(gm, node, BACKWARD.name, key)
         # args: (main_grads, token, handle, group, scaled=False)
@@ -81,9 +81,12 @@ def verify_backward(
             sources = {storage_input(written) for written in written_nodes(write)}
             if not isinstance(sent, (list, tuple)) or not sources.intersection(sent):
                 raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
-            factor, expected = _factor_of(write), factors.get(key, 1.0)
-            if factor != expected:
-                raise PassError(BACKWARD.name, f"'{param.name}' is written times {factor}, not {expected}", write)
+            expected = factors.get(key, 1.0)
+            if _factor_of(write) != expected or _kept_of(write) not in (
+                None,
+                expected if write in first_writes else 1.0,
+            ):
+                raise PassError(BACKWARD.name, f"'{param.name}' is not written times {expected}", write)
     return gm
 
 
@@ -95,6 +98,18 @@ def _factor_of(write: Node) -> object:
     source = write.args[1] if write.target is aten.copy_.default else None
     is_product = isinstance(source, Node) and source.target is aten.mul.Tensor and SCALED in source.meta
     return source.args[1] if is_product else 1.0  # type: ignore[union-attr]
+
+
+def _kept_of(write: Node) -> object:
+    """What a write multiplies that by which it adds to; None when it does not say, as it multiplies the sum."""
+    return write.kwargs.get("beta", 1.0) if write.target in ACCUMULATING_OPS else None
+
+
+def _check_written_once(param: GraphParam, writes: Sequence[Node]) -> None:
+    """One write, and behind it no other but rows that are added to it, each lot of them once."""
+    added = [write.args for write in writes if adds_rows(write)]
+    if not writes or not all(map(adds_rows, writes[1:])) or any(added.count(args) > 1 for args in added):
+        raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written {len(writes)} times, expected once")
 
 
 def verify_forward(gm: GraphModule) -> GraphModule:

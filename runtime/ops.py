@@ -6,6 +6,8 @@ Graphs call
     wait_param_sync(Tensor(a!)[] params, Tensor(b!) token, int handle, int group) -> ()
     accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate, *,
                       float beta=1., float alpha=1.) -> ()
+    accumulate_embedding_(Tensor(a!) main_grad, Tensor grad, Tensor indices, int padding_idx, bool accumulate, *,
+                          float beta=1., float alpha=1.) -> ()
 
 and the host calls
 
@@ -39,6 +41,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from megabuf_fx.runtime.grad_kernels import accumulate_embedding, accumulate_wgrad, check_product, check_rows
 
 
 class SyncTarget(Protocol):
@@ -141,43 +145,6 @@ def _all_reduce_amax_(amax: Tensor, handle: int, is_expert: bool) -> None:
     _device_target(handle).all_reduce_amax(amax, is_expert=is_expert)
 
 
-def _accumulate_wgrad_(
-    main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool, *, beta: float = 1.0, alpha: float = 1.0
-) -> None:
-    """``main_grad = alpha * (lhs @ rhs) (+ beta * main_grad)``, written straight into the buffer.
-
-    Shapes: ``main_grad`` ``[m, n]``, ``lhs`` ``[m, k]``, ``rhs`` ``[k, n]``; ``main_grad`` may be wider than the
-    factors. Without a kernel of mixed dtypes (CPU) the product is rounded to the factors' dtype and then added. What
-    ``main_grad`` held may be NaN when it is not accumulated.
-    """
-    _check_product(main_grad, lhs, rhs)
-    # `.data` shares the storage and not the version counter, see [Note: order of collectives in a graph].
-    destination = main_grad.data
-    kept = beta if accumulate else 0.0
-    if destination.dtype == lhs.dtype:
-        destination.addmm_(lhs, rhs, beta=kept, alpha=alpha)
-    elif destination.is_cuda and destination.dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(
-            destination, lhs, rhs, destination.dtype, beta=kept, alpha=alpha, out=destination
-        )
-    elif accumulate:
-        if beta != 1:
-            destination.mul_(beta)
-        destination.add_(torch.mm(lhs, rhs), alpha=alpha)
-    else:
-        destination.copy_(torch.mm(lhs, rhs))
-        if alpha != 1:
-            destination.mul_(alpha)
-
-
-def _check_product(main_grad: Tensor, lhs: Tensor, rhs: Tensor) -> None:
-    # An `out=` of another shape would be resized, over the gradients of its neighbours in the buffer.
-    if lhs.dim() != 2 or rhs.dim() != 2 or tuple(main_grad.shape) != (lhs.shape[0], rhs.shape[1]):
-        raise RuntimeError(
-            f"megabuf::accumulate_wgrad_ of {tuple(lhs.shape)} @ {tuple(rhs.shape)} into {tuple(main_grad.shape)}"
-        )
-
-
 _LIBRARY = torch.library.Library("megabuf", "DEF")
 
 
@@ -196,12 +163,6 @@ def _nothing(*unused: object) -> None:
     return None
 
 
-def _check_only(
-    main_grad: Tensor, lhs: Tensor, rhs: Tensor, accumulate: bool, *, beta: float = 1.0, alpha: float = 1.0
-) -> None:
-    _check_product(main_grad, lhs, rhs)
-
-
 start_grad_sync = _define(
     "start_grad_sync(Tensor(a!)[] main_grads, Tensor(b!) token, int handle, int group, bool scaled=False) -> ()",
     _start_grad_sync,
@@ -215,8 +176,14 @@ wait_param_sync = _define(
 accumulate_wgrad_ = _define(
     "accumulate_wgrad_(Tensor(a!) main_grad, Tensor lhs, Tensor rhs, bool accumulate, *, "
     "float beta=1., float alpha=1.) -> ()",
-    _accumulate_wgrad_,
-    _check_only,
+    accumulate_wgrad,
+    check_product,
+)
+accumulate_embedding_ = _define(
+    "accumulate_embedding_(Tensor(a!) main_grad, Tensor grad, Tensor indices, int padding_idx, bool accumulate, *, "
+    "float beta=1., float alpha=1.) -> ()",
+    accumulate_embedding,
+    check_rows,
 )
 start_reduction_ = _define(
     "start_reduction_(Tensor(a!)[] grads, int handle, int group, bool scatter) -> ()", _start_reduction_
@@ -227,7 +194,7 @@ wait_gather_ = _define("wait_gather_(Tensor(a!)[] params, int handle, int group)
 all_reduce_ = _define("all_reduce_(Tensor(a!) value, int handle, bool maximum) -> ()", _all_reduce_)
 all_reduce_amax_ = _define("all_reduce_amax_(Tensor(a!) amax, int handle, bool is_expert) -> ()", _all_reduce_amax_)
 
-ACCUMULATING_OPS = (accumulate_wgrad_,)
+ACCUMULATING_OPS = (accumulate_wgrad_, accumulate_embedding_)
 """Device ops that compute a gradient and write it into ``main_grad``; all have ``beta`` and ``alpha``."""
 
 HOST_OPS: Mapping[Any, Callable[..., None]] = MappingProxyType(

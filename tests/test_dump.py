@@ -19,7 +19,15 @@ from megabuf_fx.report import bucket_table, plan_as_json
 
 FORWARD = ["traced", "locate_params"]
 WAITING = [*FORWARD, "add_buffer_inputs", "insert_param_sync", "verify_forward"]
-BACKWARD = ["traced", "add_buffer_inputs", "fuse_wgrad", "write_main_grads", "insert_grad_sync", "verify_backward"]
+BACKWARD = [
+    "traced",
+    "add_buffer_inputs",
+    "fuse_embedding_grad",
+    "fuse_wgrad",
+    "write_main_grads",
+    "insert_grad_sync",
+    "verify_backward",
+]
 
 
 def attach(**options: Any) -> tuple[mb.MegabufHandle, Any]:
@@ -94,7 +102,7 @@ def test_graphs_are_readable(tmp_path: Path) -> None:
         [text.count(word) for text in texts]
         for word in ("main_grad_0:", "megabuf.accumulate_wgrad_.", "aten.copy_.", "megabuf.start_grad_sync.")
     ]
-    assert counts == [[0, 1, 1, 1, 1, 1], [0, 0, 3, 3, 3, 3], [0, 0, 0, 4, 4, 4], [0, 0, 0, 0, 2, 2]]
+    assert counts == [[0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 3, 3, 3, 3], [0, 0, 0, 0, 4, 4, 4], [0, 0, 0, 0, 0, 2, 2]]
     assert "return (None, None, None, None, None, None, None, None)" in texts[-1]
 
 
@@ -109,7 +117,7 @@ def test_plan_names_boundaries_with_their_triggers(tmp_path: Path) -> None:
     names = [name for name, _ in handle.model.named_parameters()]
     assert sorted(name for name in plan["inputs"] if name) == sorted(names)
     assert len(plan["inputs"]) == 8
-    final = (folder / "05_verify_backward.py").read_text()
+    final = (folder / "06_verify_backward.py").read_text()
     lines = final.splitlines()
     assert [(b["handle"], b["group"]) for b in plan["boundaries"]] == [(number, 0), (number, 1)]
     for boundary, view in zip(plan["boundaries"], ("main_grad_2", "main_grad_")):
@@ -285,8 +293,8 @@ def test_passes_are_counted(tmp_path: Path) -> None:
     passes = read_plan(variants(tmp_path)["backward_overwrite_sync"])["passes"]
     assert [entry["name"] for entry in passes] == BACKWARD
     launches = [entry["ops"].get("megabuf.start_grad_sync.default", 0) for entry in passes]
-    assert launches == [0, 0, 0, 0, 2, 2]
-    assert passes[4]["nodes"] == passes[3]["nodes"] + 2
+    assert launches == [0, 0, 0, 0, 0, 2, 2]
+    assert passes[5]["nodes"] == passes[4]["nodes"] + 2
 
 
 def test_symbolic_shapes_count_as_traced(tmp_path: Path) -> None:

@@ -104,6 +104,21 @@ def test_matrix_gradients_go_through_the_fused_op(gpt: Compiled) -> None:
     assert len(fused) == 2 * 6 + 1
 
 
+def test_gradients_of_embeddings_are_added_in_place(gpt: Compiled) -> None:
+    """Tokens by their rows; positions, a slice, by one kernel. Neither through memory of the table's size."""
+    (line,) = [line for line in calls(gpt.code) if "megabuf.accumulate_embedding_" in line]
+    names = {spec.name: f"main_grad_{index}" for index, spec in enumerate(gpt.plan.params)}
+    assert f"({names['token.weight']}," in line
+    writes = [line for line in calls(gpt.code) if re.search(rf"{names['position.weight']}\b", line)]
+    assert [line.partition("(")[0].startswith("cpp_fused") for line in writes] == [True, False], "a kernel and a launch"
+    allocated = re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", gpt.code)
+    tables = {
+        tuple(map(str, spec.shape)) for spec in gpt.plan.params if spec.name in ("token.weight", "position.weight")
+    }
+    assert len(tables) == 2
+    assert not tables.intersection(allocated)
+
+
 def test_no_gradient_of_a_matrix_is_allocated(gpt: Compiled) -> None:
     products = [line for line in calls(gpt.code) if "extern_kernels" in line]
     assert products

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from helpers import batch
 from torch import Tensor
 
 from megabuf_fx.runtime.ops import (
+    accumulate_embedding_,
     accumulate_wgrad_,
     live_targets,
     register_target,
@@ -137,6 +139,120 @@ def test_opcheck_of_accumulate_wgrad(main_dtype: torch.dtype, dtype: torch.dtype
     torch.library.opcheck(accumulate_wgrad_, (main_grad, *factors(dtype), accumulate))
 
 
+# accumulate_embedding_
+
+
+ROWS, WIDTH = 4, 5
+"""Of the ``main_grad`` that ``slot`` makes."""
+
+
+def rows_of(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    """Gradient rows, and indices of which all occur, some are out of bounds, and 1 is to be left out."""
+    count = math.prod(shape)
+    indices = torch.tensor([0, 3, 1, 3, 2, -1, 4, 3] * count, dtype=torch.int64)[:count].view(shape)
+    return batch(0, 0, 0, *shape, WIDTH).to(dtype), indices
+
+
+def added(grad: Tensor, indices: Tensor, padding_idx: int, start: Tensor) -> Tensor:
+    """Row by row, in fp64."""
+    result = start.double()
+    for row, index in zip(grad.flatten(0, -2), indices.flatten().tolist()):
+        if 0 <= index < ROWS and index != padding_idx:
+            result[index] += row.double()
+    return result
+
+
+@pytest.mark.parametrize("shape", [(3,), (24,), (2, 12), (2, 3, 4), (0,), (3, 0)])
+@pytest.mark.parametrize("padding_idx", [-1, 1])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("main_dtype", "dtype"), DTYPES)
+def test_rows_are_added(
+    main_dtype: torch.dtype, dtype: torch.dtype, accumulate: bool, padding_idx: int, shape: tuple[int, ...]
+) -> None:
+    """fp32 within its rounding; a sum of 16 bits is the exact one, rounded once, and once more when accumulating."""
+    grad, indices = rows_of(dtype, *shape)
+    data, main_grad = slot(main_dtype)
+    before = batch(0, 2, 0, ROWS, WIDTH).to(main_dtype)
+    if accumulate:
+        main_grad.copy_(before)
+    accumulate_embedding_(main_grad, grad, indices, padding_idx, accumulate)
+    start = before if accumulate else torch.zeros_like(before)
+    expected = added(grad, indices, padding_idx, start)
+    step = 2.0**-8 if main_dtype == BF16 else 1e-6
+    size = expected.abs() + (added(grad, indices, padding_idx, torch.zeros_like(before)).abs() if accumulate else 0)
+    assert ((main_grad.double() - expected).abs() <= step * size + 1e-6).all()
+    assert data[:64].isnan().all()
+    assert data[84:].isnan().all()
+    # Again in int32, and with a gradient that is no contiguous memory.
+    again = slot(main_dtype)[1].copy_(before)
+    scattered = grad.movedim(-1, 0).contiguous().movedim(0, -1)
+    accumulate_embedding_(again, scattered, indices.int(), padding_idx, accumulate)
+    assert torch.equal(again, main_grad)
+
+
+@pytest.mark.parametrize("count", [3, 64])
+def test_overwriting_rows_is_bitwise_that_of_aten(count: int) -> None:
+    grad, indices = batch(0, 0, 0, count, WIDTH), torch.arange(count) % ROWS
+    main_grad = slot(FP32)[1]
+    for padding_idx in (-1, 2):
+        accumulate_embedding_(main_grad, grad, indices, padding_idx, False)
+        expected = torch.ops.aten.embedding_dense_backward(grad, indices, ROWS, padding_idx, False)
+        assert torch.equal(main_grad, expected)
+
+
+def test_rows_that_are_left_out_leak_no_nan() -> None:
+    main_grad = torch.zeros(ROWS, WIDTH)
+    grad = torch.full((3, WIDTH), torch.nan)
+    accumulate_embedding_(main_grad, grad, torch.tensor([1, -1, 9]), 1, True)
+    assert not main_grad.any()
+
+
+@pytest.mark.parametrize("main_dtype", [FP32, BF16])
+def test_rows_of_vectors_and_of_blocks(main_dtype: torch.dtype) -> None:
+    for shape in ((), (2, 3)):
+        indices = torch.tensor([2, 0, 2])
+        grad = torch.ones(3, *shape)
+        main_grad = torch.full((4, *shape), torch.nan, dtype=main_dtype)
+        accumulate_embedding_(main_grad, grad, indices, -1, False)
+        assert torch.equal(
+            main_grad, torch.zeros(4, *shape, dtype=main_dtype).index_add_(0, indices, grad.to(main_dtype))
+        )
+
+
+def test_nothing_of_the_size_of_the_table_is_allocated() -> None:
+    main_grad = torch.zeros(1000, 64)
+    grad, indices = torch.ones(8, 64), torch.arange(8)
+    for dtype in (FP32, BF16):
+        table = main_grad.to(dtype)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            accumulate_embedding_(table, grad, indices, -1, False)
+        allocated = [event.cpu_memory_usage for event in profile.events() or ()]
+        assert max(allocated, default=0) <= 2 * grad.nbytes
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_that_do_not_fit_are_refused(accumulate: bool) -> None:
+    main_grad = torch.zeros(ROWS, WIDTH)
+    grad, indices = batch(0, 0, 0, 3, WIDTH), torch.tensor([0, 1, 2])
+    for wrong in ((grad[:2], indices), (grad[:, :4], indices), (grad, indices.view(1, 3))):
+        with pytest.raises(RuntimeError, match="accumulate_embedding_ of rows"):
+            accumulate_embedding_(main_grad, *wrong, -1, accumulate)
+    with pytest.raises(RuntimeError, match=r"indices of torch.bool, expected int32 or int64"):
+        accumulate_embedding_(main_grad, grad, indices.bool(), -1, accumulate)
+    assert not main_grad.any()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("main_dtype", "dtype"), DTYPES)
+def test_accumulate_embedding_bumps_no_version(main_dtype: torch.dtype, dtype: torch.dtype, accumulate: bool) -> None:
+    data, main_grad = slot(main_dtype)
+    before = data._version, main_grad._version
+    with torch.no_grad():
+        accumulate_embedding_(main_grad, *rows_of(dtype, 3, 4), -1, accumulate)
+    assert (data._version, main_grad._version) == before
+    torch.library.opcheck(accumulate_embedding_, (main_grad.zero_(), *rows_of(dtype, 3, 4), -1, accumulate))
+
+
 # Collectives.
 
 
@@ -166,6 +282,7 @@ def test_schemas_declare_what_is_mutated() -> None:
         (start_grad_sync, ["main_grads", "token"]),
         (wait_param_sync, ["params", "token"]),
         (accumulate_wgrad_, ["main_grad"]),
+        (accumulate_embedding_, ["main_grad"]),
     ):
         assert [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write] == mutated
         assert list(op._schema.returns) == []

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megabuf_fx.dump import GraphDump
-from megabuf_fx.passes import fuse_wgrad, insert_grad_sync
+from megabuf_fx.passes import fuse_embedding_grad, insert_grad_sync
 from megabuf_fx.passes.contract import GraphPass, PassError, validate_order
 from megabuf_fx.passes.graph_utils import aten, output_node, outputs, placeholders
 from megabuf_fx.pipeline import Step, backward_passes, forward_passes, run_passes
@@ -70,13 +70,14 @@ def test_order_of_passes() -> None:
     waiting = [locate, "add_buffer_inputs", "insert_param_sync", "verify_forward"]
     assert names(forward_passes(buffers.plan, extras=token)) == waiting
     role = Role("overwrite", buffers.launches)
-    backward = ["add_buffer_inputs", "fuse_wgrad", "write_main_grads", "insert_grad_sync", "verify_backward"]
+    fusions = ["fuse_embedding_grad", "fuse_wgrad"]
+    backward = ["add_buffer_inputs", *fusions, "write_main_grads", "insert_grad_sync", "verify_backward"]
     for fuse in (True, False):
         steps = backward_passes(buffers.gradients, role=role, extras=buffers.extras(), fuse=fuse)
-        assert names(steps) == [name for name in backward if fuse or name != "fuse_wgrad"]
+        assert names(steps) == [name for name in backward if fuse or name not in fusions]
         validate_order([contract for contract, _ in steps])
-        # What can change rounding is the pass that can be switched off, and no other.
-        assert [contract.name for contract, _ in steps if not contract.preserves_numerics] == ["fuse_wgrad"] * fuse
+        # What can change rounding are the passes that can be switched off, and no other.
+        assert [contract.name for contract, _ in steps if not contract.preserves_numerics] == fusions * fuse
 
 
 @pytest.mark.parametrize("launching", [False, True])
@@ -225,10 +226,10 @@ def test_contracts_are_checked_before_anything_runs() -> None:
     steps = backward_passes(buffers.gradients, role=role, extras=buffers.extras(), fuse=True)
     gm = copy_graph(buffers.traced.backward)
     dump = Recording()
-    with pytest.raises(ValueError, match=rf"pass {fuse_wgrad.PASS.name} requires \['buffers'\]"):
+    with pytest.raises(ValueError, match=rf"pass {fuse_embedding_grad.PASS.name} requires \['buffers'\]"):
         run_passes(gm, steps[1:], dump=dump)
     with pytest.raises(ValueError, match=rf"pass {insert_grad_sync.PASS.name} requires \['main_grads_written'\]"):
-        run_passes(gm, [steps[0], steps[3]], dump=dump)
+        run_passes(gm, [steps[0], steps[4]], dump=dump)
     assert dump.names == []
     assert text_of(gm) == text_of(buffers.traced.backward)
 
