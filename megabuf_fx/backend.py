@@ -15,9 +15,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 import megabuf_fx._compat as _compat
-from megabuf_fx.attach import attach
+from megabuf_fx.attach import attach_traced
 from megabuf_fx.config import MegabufConfig, suggest
 from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.traced_backward import TracedBackward, trace_graph
 from megabuf_fx.traced_graph import TracedGraph
 
 log = logging.getLogger("megabuf_fx.backend")
@@ -165,5 +166,15 @@ def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Map
         )
     config = MegabufConfig(**{"use_distributed_optimizer": False, **options})
     log.info("attaching %s, the root module of the first compiled graph", type(roots[0]).__name__)
+
+    def trace(params: Sequence[nn.Parameter], config: MegabufConfig) -> TracedBackward:
+        return trace_graph(
+            gm,
+            example_inputs,
+            params,
+            name=type(roots[0]).__name__,
+            use_decompositions=config.inner_compiler == "inductor",
+        )
+
     with _compat.real_tensors():
-        return [attach(roots[0], config)]
+        return [attach_traced(roots[0], config, trace=trace)]

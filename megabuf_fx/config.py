@@ -22,6 +22,7 @@ _NEED_DISTRIBUTED_OPTIMIZER = (
     "fp8_param_gather",
     "fp4_param_gather",
 )
+_NEED_AUTO = ("link_gbps", "link_alpha_us", "device_tflops", "device_memory_gbs", "device_op_us")
 _NEED_OVERLAP_PARAM_GATHER = (
     "align_param_gather",
     "overlap_param_gather_with_optimizer_step",
@@ -42,8 +43,21 @@ class MegabufConfig:
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state and updates over the data-parallel ranks (ZeRO-1); needs ``DistributedOptimizer``."""
-    bucket_size: int | None = None
-    """Elements after which a bucket closes; None takes max(40_000_000, 1_000_000 * data-parallel size)."""
+    bucket_size: int | Literal["auto"] | None = None
+    """Elements after which a bucket closes; None takes max(40_000_000, 1_000_000 * data-parallel size). "auto" traces a
+    backward (``attach(..., example_inputs=...)``) and closes buckets where reductions are predicted to end earliest,
+    with the rates below; each attach decides anew."""
+    link_gbps: float | None = None
+    """For "auto": bandwidth between ranks, 10**9 bits per second and direction. This rate and the next four are those
+    of ``megabuf explain``; None is measured in attach, and the slowest rank's value counts."""
+    link_alpha_us: float | None = None
+    """For "auto": latency of one message, microseconds."""
+    device_tflops: float | None = None
+    """For "auto": arithmetic of one rank, 10**12 operations per second."""
+    device_memory_gbs: float | None = None
+    """For "auto": memory bandwidth of one rank, 10**9 bytes per second."""
+    device_op_us: float | None = None
+    """For "auto": least time of one operation, microseconds."""
     num_buckets: int | None = None
     """About how many buckets to make; excludes ``bucket_size``."""
     disable_bucketing: bool = False
@@ -163,18 +177,26 @@ class MegabufConfig:
             ("num_distributed_optimizer_instances", "instances"),
             ("check_for_drift_every", "steps"),
             ("fp8_amax_history_len", "steps"),
+            ("link_gbps", "10**9 bits per second"),
+            ("device_tflops", "10**12 operations per second"),
+            ("device_memory_gbs", "10**9 bytes per second"),
         ):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and value != "auto" and not value > 0:
                 raise ValueError(f"{name} must be a positive number of {unit}, got {value}")
-        for name in ("pipeline_parallel_rank", "param_gather_prefetch", "fp8_margin"):
+        for name in ("pipeline_parallel_rank", "param_gather_prefetch", "fp8_margin", "link_alpha_us", "device_op_us"):
             value = getattr(self, name)
-            if value is not None and value < 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
                 f"cannot specify both num_buckets={self.num_buckets} and bucket_size={self.bucket_size}; drop one"
             )
+        if self.bucket_size == "auto" and self.disable_bucketing:
+            raise ValueError("bucket_size='auto' chooses buckets, disable_bucketing=True makes one of all; drop one")
+        for name in _NEED_AUTO:
+            if self._is_set(name) and self.bucket_size != "auto":
+                raise ValueError(f"{name}={getattr(self, name)!r} needs bucket_size='auto'")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -209,6 +231,12 @@ class MegabufConfig:
             )
 
         self._check_quantization()
+
+    @property
+    def chooses_buckets(self) -> bool:
+        """Whether ``attach`` has to find out where buckets end; pipeline stages after the first, and backwards without
+        overlap, have one bucket per buffer whatever ``bucket_size`` says."""
+        return self.bucket_size == "auto" and self.overlap_grad_reduce and self.pipeline_parallel_rank == 0
 
     @property
     def quantization(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:
@@ -267,6 +295,12 @@ def _check_type(name: str, annotation: str, value: object) -> None:
     if annotation == "bool":
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
+    elif "'auto'" in annotation and isinstance(value, str):
+        if value != "auto":
+            raise ValueError(f'{name} must be a number or "auto", got {value!r}')
+    elif annotation.startswith("float"):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     elif annotation.startswith("int"):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")

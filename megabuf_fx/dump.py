@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 import megabuf_fx._compat as _compat
 from megabuf_fx.graph_nodes import describe_nodes
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """2: parameters in definition order, ``graph.json``, recorded times, and in ``plan.json`` node counts by pass, inner
 compiler and gathers."""
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megabuf_fx._compat as _compat
+from megabuf_fx.auto_buckets import BucketChoice
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
 from megabuf_fx.runtime.flags import StepFlags, is_expert
@@ -50,11 +51,14 @@ class MegabufHandle:
         buffers: ModelBuffers,
         process_group: dist.ProcessGroup | None,
         expert_rank: int | None = None,
+        bucket_choice: BucketChoice | None = None,
     ) -> None:
         self.model = model
         self.process_group = process_group
         self.expert_rank = expert_rank
         """Which of the sets of experts this rank has; None without expert groups."""
+        self.bucket_choice = bucket_choice
+        """What ``bucket_size="auto"`` has chosen, with what is predicted of it and of fixed sizes; None without it."""
         self.config = config
         self.plan = plan
         self.buffers = buffers

@@ -30,6 +30,8 @@ class Boundary:
     trigger_op: str
     source: str
     """Last line of the user's code that the trigger comes from, empty if unknown."""
+    scaled: bool
+    """Gradients were multiplied by the factor of their mean where they were written."""
 
 
 def find_boundaries(gm: GraphModule) -> tuple[Boundary, ...]:
@@ -42,10 +44,12 @@ def find_boundaries(gm: GraphModule) -> tuple[Boundary, ...]:
         if param is not None:
             last_write[param.key] = previous = node
         if node.target is start_grad_sync:
-            # args: (main_grads, token, handle, group)
+            # args: (main_grads, token, handle, group, scaled=False)
             key = (int(node.args[2]), int(node.args[3]))
             trigger = last_write.get(key) or previous or node
-            found.append(Boundary(*key, trigger.name, str(trigger.target), source_line(trigger)))
+            found.append(
+                Boundary(*key, trigger.name, str(trigger.target), source_line(trigger), node.args[4:] == (True,))
+            )
     return tuple(found)
 
 

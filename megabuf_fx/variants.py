@@ -38,7 +38,7 @@ class GraphSource:
     def __init__(
         self, gm: GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any], *, inner_compiler: str
     ) -> None:
-        self._gm = _copy_graph(gm)
+        self._gm = copy_graph(gm)
         self._example_inputs = list(example_inputs)
         self._kwargs = dict(kwargs)
         self._inner_compiler = inner_compiler
@@ -69,8 +69,8 @@ class GraphSource:
         ``keeps_order`` is for graphs that launch collectives. Returns the boxed callable and the rewritten graph.
         """
         with self.entered():
-            gm = run_passes(_copy_graph(self._gm), steps, dump=dump)
-            final = _copy_graph(gm)
+            gm = run_passes(copy_graph(self._gm), steps, dump=dump)
+            final = copy_graph(gm)
             if self._inner_compiler == "aot_eager":
                 return _run_op_by_op(gm), final
             kwargs = dict(self._kwargs)
@@ -96,7 +96,8 @@ def _compile_with_inductor(gm: GraphModule, examples: Sequence[Any], kwargs: Map
     return compiled
 
 
-def _copy_graph(gm: GraphModule) -> GraphModule:
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """The same graph, nodes and metadata, over the same attributes."""
     graph = Graph()
     copied: dict[Node, Node] = {}
     outputs = graph.graph_copy(gm.graph, copied)

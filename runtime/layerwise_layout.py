@@ -21,11 +21,14 @@ from dataclasses import dataclass
 
 from megabuf_fx.runtime.layout import (
     PARAM_ALIGNMENT,
+    BucketEnds,
+    BucketSize,
     BufferLayout,
     ParamGroup,
     ParamSlot,
     ParamSpec,
     bucket_end_divisor,
+    is_bucket_end,
     pad_to_divisor,
 )
 from megabuf_fx.runtime.shards import shard_bounds
@@ -66,7 +69,7 @@ def compute_layerwise_layout(
     params: Sequence[ParamSpec],
     *,
     dp_size: int,
-    bucket_size: int | None,
+    bucket_size: BucketSize,
     pad_for_high_busbw: bool = False,
 ) -> BufferLayout:
     """Place each parameter of one buffer inside one of its bucket's ``dp_size`` shards.
@@ -105,7 +108,7 @@ def compute_layerwise_layout(
 
 
 def _cut_chunks(
-    group: ParamGroup, params: Sequence[ParamSpec], *, dp_size: int, bucket_size: int | None
+    group: ParamGroup, params: Sequence[ParamSpec], *, dp_size: int, bucket_size: BucketSize
 ) -> list[list[int]]:
     """The parameters of each bucket, in reverse definition order; a shared embedding is alone in its bucket."""
     chunks: list[list[int]] = []
@@ -122,7 +125,9 @@ def _cut_chunks(
         largest = max(largest, param.numel)
         # Every shard is at least as long as the largest parameter, so a bucket waits until nine tenths of that are
         # filled. Megatron has int(dp_size * largest * 0.9): equal below 2**50; from there on its floats are too coarse.
-        if bucket_size is not None and numel >= max(bucket_size, dp_size * largest * 9 // 10):
+        # With explicit boundaries that is for whoever chose them.
+        filled = isinstance(bucket_size, BucketEnds) or numel >= dp_size * largest * 9 // 10
+        if filled and is_bucket_end(bucket_size, index, numel):
             chunks.append(chunk)
             chunk, numel, largest = [], 0, 0
     return [*chunks, chunk] if chunk else chunks

@@ -180,6 +180,22 @@ def group_params_for_buffers(params: Sequence[ParamSpec], *, grad_reduce_in_fp32
 
 
 @dataclass(frozen=True, slots=True)
+class BucketEnds:
+    """Explicit boundaries in place of a size: a bucket closes after each of these parameters."""
+
+    params: frozenset[int]
+    """Indices of specs. The last bucket of a buffer closes without being named here."""
+
+    def __repr__(self) -> str:
+        # Sets print in any order.
+        return f"BucketEnds({sorted(self.params)})"
+
+
+BucketSize = int | BucketEnds | None
+"""Where buckets close: at a threshold in elements, at given parameters, or never (one bucket per buffer)."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutPolicy:
     """The choices in which Megatron's two layouts, and ours for non-sharded buffers, differ."""
 
@@ -207,13 +223,21 @@ class LayoutPolicy:
         return cls(PARAM_ALIGNMENT, divisor, True)
 
 
+def is_bucket_end(bucket_size: BucketSize, param: int, numel: int) -> bool:
+    """Whether a bucket of ``numel`` elements, the last of them those of ``param``, closes."""
+    if isinstance(bucket_size, BucketEnds):
+        return param in bucket_size.params
+    return bucket_size is not None and numel >= bucket_size
+
+
 def compute_buffer_layout(
-    group: ParamGroup, params: Sequence[ParamSpec], *, policy: LayoutPolicy, bucket_size: int | None
+    group: ParamGroup, params: Sequence[ParamSpec], *, policy: LayoutPolicy, bucket_size: BucketSize
 ) -> BufferLayout:
     """Place the parameters of one buffer in reverse definition order.
 
     A bucket closes after the parameter with which it holds at least ``bucket_size`` elements, so the size is a lower
-    threshold and no parameter is cut. ``None`` means one bucket, apart from isolated shared embeddings.
+    threshold and no parameter is cut; with ``BucketEnds``, after each parameter named there. ``None`` means one bucket.
+    Isolated shared embeddings are always apart.
     """
     slots: dict[int, ParamSlot] = {}
     buckets: list[tuple[int, int]] = []
@@ -235,7 +259,7 @@ def compute_buffer_layout(
         end = start + param.numel
         slots[index] = ParamSlot(start, end, len(buckets))
         has_params = True
-        if isolated or (bucket_size is not None and end - bucket_start >= bucket_size):
+        if isolated or is_bucket_end(bucket_size, index, end - bucket_start):
             bucket_start = end = close(end)
             has_params = False
     if has_params:
@@ -269,4 +293,9 @@ def resolve_bucket_size(
         return bucket_size
     if num_buckets is not None:
         return max(1, numel // num_buckets)
+    return default_bucket_size(dp_size)
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Megatron's threshold, in elements."""
     return max(DEFAULT_BUCKET_SIZE, DEFAULT_BUCKET_SIZE_PER_RANK * dp_size)

@@ -14,6 +14,8 @@ import torch
 
 from megabuf_fx.runtime.layerwise_layout import compute_layerwise_layout, ping_pong_ownership
 from megabuf_fx.runtime.layout import (
+    BucketEnds,
+    BucketSize,
     BufferKey,
     BufferLayout,
     LayoutPolicy,
@@ -103,6 +105,11 @@ class BucketPlan:
         return tuple(owner[param] for param in range(len(self.params)))
 
     @property
+    def bucket_ends(self) -> BucketEnds:
+        """Boundaries with which the same buckets come out again, for any number of ranks."""
+        return BucketEnds(frozenset(min(bucket.params) for group in self.groups for bucket in group.buckets))
+
+    @property
     def digest(self) -> str:
         """Hex digest that is equal exactly when the plans are."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
@@ -113,7 +120,7 @@ def plan_buckets(
     *,
     dp_size: int,
     sharded: bool,
-    bucket_size: int | None,
+    bucket_size: BucketSize,
     grad_reduce_in_fp32: bool,
     expert_dp_size: int | None = None,
     dense: bool = False,
@@ -125,9 +132,9 @@ def plan_buckets(
     """Lay out ``params`` (definition order) and cut them into buckets.
 
     ``dense`` drops the alignment of non-sharded buffers, as Megatron does; sharded buffers are always aligned.
-    ``bucket_size`` is a lower threshold in elements, None for one bucket per buffer. Expert buffers are cut for
-    ``expert_dp_size`` ranks (default ``dp_size``). ``owned_whole`` gives every parameter an owner where nothing is
-    sharded. A sharded buffer of a layer-wise optimizer has no cut parameter.
+    ``bucket_size`` is a lower threshold in elements, or says where buckets end; None is one bucket per buffer. Expert
+    buffers are cut for ``expert_dp_size`` ranks (default ``dp_size``). ``owned_whole`` gives every parameter an owner
+    where nothing is sharded. A sharded buffer of a layer-wise optimizer has no cut parameter.
 
     Raises:
         ValueError: several quantized buffers.
@@ -184,18 +191,31 @@ def _layout_of(
     dp_size: int,
     sharded: bool,
     dense: bool,
-    bucket_size: int | None,
+    bucket_size: BucketSize,
     pad_for_high_busbw: bool,
 ) -> BufferLayout:
     if sharded and group.key.is_managed_by_layer_wise_optimizer:
         return compute_layerwise_layout(
             group, params, dp_size=dp_size, bucket_size=bucket_size, pad_for_high_busbw=pad_for_high_busbw
         )
-    policy = LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
-    if sharded:
-        packed = any(params[index].quantized == "nvfp4" for index in group.params)
-        policy = LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
+    policy = layout_policy(
+        [params[index] for index in group.params],
+        dp_size=dp_size,
+        sharded=sharded,
+        dense=dense,
+        pad_for_high_busbw=pad_for_high_busbw,
+    )
     return compute_buffer_layout(group, params, policy=policy, bucket_size=bucket_size)
+
+
+def layout_policy(
+    params: Sequence[ParamSpec], *, dp_size: int, sharded: bool, dense: bool, pad_for_high_busbw: bool
+) -> LayoutPolicy:
+    """Alignment of a buffer that holds ``params``, unless it is the sharded one of a layer-wise optimizer."""
+    if not sharded:
+        return LayoutPolicy.dense() if dense else LayoutPolicy.aligned()
+    packed = any(param.quantized == "nvfp4" for param in params)
+    return LayoutPolicy.sharded(dp_size, pad_for_high_busbw=pad_for_high_busbw, packed=packed)
 
 
 def _buckets_of(buffer: int, layout: BufferLayout) -> list[Bucket]:

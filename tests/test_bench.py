@@ -53,6 +53,19 @@ def run_bench(tmp_path: Path, name: str, *options: str) -> tuple[dict[str, Any],
 
 
 @pytest.mark.dist
+def test_step_bench(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--n-embd", "32", "--heads", "2", "--context", "16", "--batch-size", "2"]
+    chosen = ["--link", "loopback", "--precision", "fp32", "--micro-batches", "2", "--rounds", "1", "--steps", "1"]
+    found, text = run_bench(tmp_path, "step_bench.py", *chosen, *sizes, "--inner", "aot_eager")
+    (cell,) = found.values()
+    assert len(cell["seconds"]) == 10
+    expected = pytest.approx(cell["losses"]["DDP"], rel=1e-5)
+    assert all(losses == expected for name, losses in cell["losses"].items() if name != "no collectives")
+    assert cell["summary"]["limit"]["total"] > cell["summary"]["limit"]["compute"]
+    assert "megabuf, not sharded" in text
+
+
+@pytest.mark.dist
 def test_memory_bench(tmp_path: Path) -> None:
     """A model so small that padding and other small things count; large ones are as the ledger says."""
     size = ("--layers", "1", "--n-embd", "64", "--heads", "2", "--context", "16", "--buckets", "3")
@@ -131,3 +144,14 @@ def test_traffic_that_cannot_be_told_is_an_error() -> None:
     )
     with pytest.raises(ValueError, match=r"cannot tell what this does .* aten.index_put_\(main_grad_0"):
         count_traffic(lost, {0: 32, 1: 7, 2: 9})
+
+
+@pytest.mark.dist
+def test_buckets_bench(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--n-embd", "32", "--heads", "2", "--context", "16", "--batch-size", "2"]
+    options = ["--rate", "loopback", "--rounds", "1", "--steps", "1", *sizes]
+    found, text = run_bench(tmp_path, "buckets_bench.py", *options)
+    assert len(found["samples_s"]) == 6
+    predicted = found["predicted_ms"]
+    assert predicted["auto"] == min(predicted.values())
+    assert all(name in text for name in found["samples_s"])

@@ -63,7 +63,7 @@ def test_what_is_launched_last_is_exposed(cli_dump: Dumps) -> None:
 
 def test_passes_are_shown_as_diffs(cli_dump: Dumps) -> None:
     out = megabuf("explain", cli_dump("train_gpt"), "--passes").out
-    assert "--- write_main_grads\n+++ insert_grad_sync\n" in out
+    assert "--- scale_main_grads\n+++ insert_grad_sync\n" in out
     assert "+    start_grad_sync_default" in out.replace("        ", "    ")
 
 
@@ -152,9 +152,9 @@ def damage(dump: Path, file: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("plan.json", '{"format_version": 1}', "has format version 1, this megabuf reads 2; write the dump again"),
+        ("plan.json", '{"format_version": 1}', "has format version 1, this megabuf reads 3; write the dump again"),
         ("plan.json", "{", "is not JSON"),
-        ("graph.json", '{"format_version": 2}', "lacks what it should have (KeyError('nodes'))"),
+        ("graph.json", '{"format_version": 3}', "lacks what it should have (KeyError('nodes'))"),
         ("graph.json", "[]", "has format version None"),
     ],
 )

@@ -237,11 +237,11 @@ def test_dump_of_quantized_parameters(tmp_path: Path) -> None:
 def test_dump_of_another_version(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"format_version": 1}')
     line = error_of("plan", str(tmp_path))
-    assert "has format version 1, this is version 2; compile again with MEGABUF_DUMP" in line
+    assert "has format version 1, this is version 3; compile again with MEGABUF_DUMP" in line
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"format_version": 2}', '{"format_version": 2, "models": {"0": 1}}']
+    "text", ["{", "[]", "{}", '{"format_version": 3}', '{"format_version": 3, "models": {"0": 1}}']
 )
 def test_no_dump(tmp_path: Path, text: str) -> None:
     assert "no plan.json in or below" in error_of("plan", str(tmp_path))

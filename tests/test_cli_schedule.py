@@ -10,8 +10,6 @@ import pytest
 
 from megabuf_fx.cli.dump_files import Boundary, BucketGroup, Key, Node, RecordedStep, Span, Variant
 from megabuf_fx.cli.schedule import (
-    Device,
-    Link,
     Schedule,
     calibrate,
     fold_module,
@@ -19,8 +17,10 @@ from megabuf_fx.cli.schedule import (
     median_exposed,
     phases_of,
     predict,
+    transfer_time,
     typical_step,
 )
+from megabuf_fx.cost_model import Device, Link
 
 DEVICE = Device(tflops=1, memory_gbs=1, op_us=10)
 LINK = Link(gbps=8e-3, alpha_us=2)
@@ -53,7 +53,9 @@ def node(kind: str, key: Key | None = None, *, module: str = "m") -> Node:
 
 
 def variant(kind: str, *nodes: Node, graph: int = 0) -> Variant:
-    boundaries = tuple(Boundary(n.group, "n", "op", "") for n in nodes if n.kind == "launch" and n.group is not None)
+    boundaries = tuple(
+        Boundary(n.group, "n", "op", "", scaled=False) for n in nodes if n.kind == "launch" and n.group is not None
+    )
     return Variant(graph, kind, kind, "aot_eager", nodes, (), boundaries)
 
 
@@ -125,7 +127,7 @@ def test_scaling_summing_and_launching_take_time() -> None:
     ids=["reduce-scatter", "all-reduce", "alone", "four ranks"],
 )
 def test_link(changes: dict[str, Any], expected: float) -> None:
-    assert LINK.time_of(group(0, **changes), "reduce") == pytest.approx(expected)
+    assert transfer_time(LINK, group(0, **changes), "reduce") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("prefetch", "launched"), [(None, [0, 0, 0]), (1, [0, 0, 22]), (0, [0, 22, 44])])

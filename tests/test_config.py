@@ -21,6 +21,11 @@ def test_defaults() -> None:
     assert dataclasses.asdict(config) == {
         "use_distributed_optimizer": True,
         "bucket_size": None,
+        "link_gbps": None,
+        "link_alpha_us": None,
+        "device_tflops": None,
+        "device_memory_gbs": None,
+        "device_op_us": None,
         "num_buckets": None,
         "disable_bucketing": False,
         "pipeline_parallel_rank": 0,
@@ -72,8 +77,8 @@ def test_flags_are_bools(value: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if str(field.type).startswith("int")])
 def test_sizes_are_ints_and_no_bools(name: str) -> None:
-    values: list[Any] = [True, False, 1.0, 4e7, "40_000_000", (1,)]
-    for value in values:
+    values: list[Any] = [True, False, 1.0, 4e7, (1,)]
+    for value in values if name == "bucket_size" else [*values, "40_000_000"]:
         with pytest.raises(TypeError, match=rf"^{name} must be an int, got .* of type {type(value).__name__}$"):
             MegabufConfig(**{name: value})
 
@@ -92,6 +97,33 @@ def test_sizes_are_ints_and_no_bools(name: str) -> None:
 def test_sizes_are_positive(name: str, value: Any, unit: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be a positive number of {unit}, got {value}$"):
         MegabufConfig(**{name: value})
+
+
+def test_bucket_size_is_a_number_or_auto() -> None:
+    with pytest.raises(ValueError, match=r'^bucket_size must be a number or "auto", got \'40_000_000\'$'):
+        MegabufConfig(bucket_size="40_000_000")  # type: ignore[arg-type]
+    assert MegabufConfig(bucket_size="auto").chooses_buckets
+    assert not MegabufConfig(bucket_size=5).chooses_buckets
+    assert not MegabufConfig(bucket_size="auto", pipeline_parallel_rank=2).chooses_buckets
+    assert not MegabufConfig(bucket_size="auto", overlap_grad_reduce=False).chooses_buckets
+
+
+RATES = ["link_gbps", "link_alpha_us", "device_tflops", "device_memory_gbs", "device_op_us"]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_rates_are_numbers_for_auto(name: str) -> None:
+    others: list[Any] = [True, "400", (1.0,)]
+    for value in others:
+        with pytest.raises(TypeError, match=rf"^{name} must be a number, got .* of type {type(value).__name__}$"):
+            MegabufConfig(**dict[str, Any]({"bucket_size": "auto", name: value}))
+    for number in (-1, float("nan")):
+        with pytest.raises(ValueError, match=rf"^{name} must "):
+            MegabufConfig(**dict[str, Any]({"bucket_size": "auto", name: number}))
+    for number in (1, 2.5):
+        assert getattr(MegabufConfig(**dict[str, Any]({"bucket_size": "auto", name: number})), name) == number
+        with pytest.raises(ValueError, match=rf"^{name}={number} needs bucket_size='auto'$"):
+            MegabufConfig(**dict[str, Any]({name: number}))
 
 
 @pytest.mark.parametrize("name", ["pipeline_parallel_rank", "param_gather_prefetch", "fp8_margin"])
@@ -154,6 +186,7 @@ def test_inner_compiler_is_one_of_two(value: Any) -> None:
 
 
 NEEDS: dict[str, dict[str, Any]] = {
+    **{name: {"bucket_size": "auto"} for name in RATES},
     "dense_layout": {"use_distributed_optimizer": False},
     "align_param_gather": {"overlap_param_gather": True},
     "overlap_param_gather_with_optimizer_step": {"overlap_param_gather": True},
@@ -173,6 +206,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     ("options", "message"),
     [
         ({"bucket_size": 5, "num_buckets": 2}, r"cannot specify both num_buckets=2 and bucket_size=5"),
+        ({"bucket_size": "auto", "num_buckets": 2}, r"cannot specify both num_buckets=2 and bucket_size=auto"),
+        ({"bucket_size": "auto", "disable_bucketing": True}, r"bucket_size='auto' chooses buckets, disable_bucketing"),
         (
             {"overlap_param_gather": True, "use_distributed_optimizer": False},
             r"overlap_param_gather=True needs use_distributed_optimizer=True",

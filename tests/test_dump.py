@@ -111,7 +111,7 @@ def test_plan_names_boundaries_with_their_triggers(tmp_path: Path) -> None:
     loss(run).backward()
     folder = variants(tmp_path)["backward_overwrite_sync"]
     plan = read_plan(folder)
-    assert plan["format_version"] == FORMAT_VERSION == 2
+    assert plan["format_version"] == FORMAT_VERSION == 3
     number = handle.buffers.handle
     assert plan["launches"] == [[number, 0], [number, 1]]
     names = [name for name, _ in handle.model.named_parameters()]
@@ -228,7 +228,7 @@ def test_make_dump(tmp_path: Path) -> None:
     assert files(dump.directory) == ["00_first.py", "01_second.py", "graph.json", "plan.json"]
     plan = read_plan(dump.directory)
     assert [entry["name"] for entry in plan.pop("passes")] == ["first", "second"]
-    assert plan == {"format_version": 2, "kind": "x"}
+    assert plan == {"format_version": 3, "kind": "x"}
 
 
 # graph.json.

@@ -275,8 +275,8 @@ def train(
     for _, param in named if "layerwise" in config else ():
         # All of them, as in the oracle's runs, vectors and embeddings too.
         param.is_managed_by_layer_wise_optimizer = True  # type: ignore[attr-defined]
-    experts = {"expert_process_group": expert_group(world, ep)} if ep > 1 else {}
-    buf = mb.attach(model, megabuf_config(config, inner_compiler, fused=fused), **experts)
+    experts = expert_group(world, ep) if ep > 1 else None
+    buf = mb.attach(model, megabuf_config(config, inner_compiler, fused=fused), expert_process_group=experts)
     # fullgraph: a graph break must not turn the compiled path silently into the eager one.
     run = torch.compile(model, backend="megabuf", fullgraph=True) if compiled else model
     optimizer = make_optimizer(model, config)

@@ -7,6 +7,7 @@ Dump -> Variant (one per compiled graph and role) -> Node, Pass, Boundary
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,8 @@ class Boundary:
     trigger: str
     trigger_op: str
     source: str
+    scaled: bool
+    """Gradients were multiplied by their factor where they were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class BucketGroup:
     prefetch: int | None
     """Gathers in flight beyond the one that is waited for; None for all."""
     is_scaled: bool
-    """Gradients are divided before they are sent."""
+    """Gradients are multiplied in a pass of its own before they are sent."""
     is_summed_here: bool
     """The reduction is an all-to-all, and each rank sums what it has received when the result is needed."""
 
@@ -200,10 +203,13 @@ def _read_folders(path: Path, rank: int, folders: Sequence[Path]) -> Dump:
             if place not in digests:
                 digests[place] = model["digest"]
                 groups.update(_groups(place, model, plan["transport"][handle]))
+    variants = tuple(_variant(folder, plan, models) for folder, plan in zip(folders, plans))
+    for boundary in (boundary for variant in variants for boundary in variant.boundaries if boundary.scaled):
+        groups[boundary.key] = dataclasses.replace(groups[boundary.key], is_scaled=False)
     return Dump(
         path=path,
         rank=rank,
-        variants=tuple(_variant(folder, plan, models) for folder, plan in zip(folders, plans)),
+        variants=variants,
         groups=groups,
         digests=digests,
         steps=_steps(path / f"rank{rank}", models),
@@ -250,7 +256,7 @@ def _variant(folder: Path, plan: Mapping[str, Any], models: Models) -> Variant:
             for place, entry in enumerate(plan["passes"])
         ),
         boundaries=tuple(
-            Boundary(_key((b["handle"], b["group"]), models), b["trigger"], b["trigger_op"], b["source"])
+            Boundary(_key((b["handle"], b["group"]), models), b["trigger"], b["trigger_op"], b["source"], b["scaled"])
             for b in plan["boundaries"]
         ),
     )

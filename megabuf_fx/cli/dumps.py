@@ -23,8 +23,6 @@ from megabuf_fx.cli.explain import (
 )
 from megabuf_fx.cli.graph import dot_of, graph_svg
 from megabuf_fx.cli.schedule import (
-    Device,
-    Link,
     Schedule,
     calibrate,
     measured,
@@ -36,6 +34,7 @@ from megabuf_fx.cli.schedule import (
 from megabuf_fx.cli.svg import draw, stacked
 from megabuf_fx.cli.timeline import page_of
 from megabuf_fx.cli.trace import chrome_trace
+from megabuf_fx.cost_model import Device, Link
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,4 +86,7 @@ def estimated_terms(options: LayoutOptions, params: float) -> Terms:
 def estimated_threshold(options: LayoutOptions, elements: int) -> int | None:
     """The bucket threshold for a rank with so many parameter elements."""
     specs = [ParamSpec("all", (elements,), DTYPES["bf16"])]
-    return bucket_threshold(options.make_config(), specs, dp_size=parallel_of(options).dp)
+    try:
+        return bucket_threshold(options.make_config(), specs, dp_size=parallel_of(options).dp)
+    except ValueError as error:
+        raise CliError(str(error)) from error

@@ -9,7 +9,8 @@ from tabulate import tabulate
 
 from megabuf_fx.cli import text
 from megabuf_fx.cli.dump_files import BucketGroup, Dump, Key, Node, Pass, Variant
-from megabuf_fx.cli.schedule import Device, Direction, Link, Schedule, median_exposed
+from megabuf_fx.cli.schedule import Direction, Schedule, median_exposed
+from megabuf_fx.cost_model import Device, Link
 
 _PARAMS_WIDTH = 60
 _SOURCE_WIDTH = 60

@@ -53,7 +53,7 @@ class Job:
     config: MegabufConfig
     plan: BucketPlan
     threshold: int | None
-    """Elements after which a bucket closes."""
+    """Elements after which a bucket closes; None where that is not what decides."""
     dumped: DumpedModel | None
     """Where the parameters are from, if from a dump."""
 
@@ -99,6 +99,14 @@ def make_job(source: MetaModel | DumpedModel, options: LayoutOptions) -> Job:
     dumped = source if isinstance(source, DumpedModel) else None
     parallel = parallel_of(options, default_dp=dumped.dp_size if dumped is not None else 1)
     config, specs = _quantized_specs(source, parallel, options.make_config())
+    ends = None
+    if config.chooses_buckets:
+        if dumped is None:
+            raise CliError(
+                "--bucket-size auto is decided when a model is attached to its ranks; give a number of elements, or "
+                "the dump of such a run (MEGABUF_DUMP) as MODEL"
+            )
+        ends = dumped.bucket_ends
     with _groups(parallel, options.expert_dp, specs) as (group, expert_group):
         try:
             check_groups(specs, config, group, expert_group)
@@ -107,6 +115,7 @@ def make_job(source: MetaModel | DumpedModel, options: LayoutOptions) -> Job:
                 specs,
                 dp_size=group.size(),
                 expert_dp_size=expert_group.size() if expert_group is not None else None,
+                bucket_size=ends,
             )
         except ValueError as error:
             raise CliError(str(error)) from error
@@ -115,7 +124,7 @@ def make_job(source: MetaModel | DumpedModel, options: LayoutOptions) -> Job:
         parallel=parallel,
         config=config,
         plan=plan,
-        threshold=bucket_threshold(config, specs, dp_size=parallel.dp),
+        threshold=bucket_threshold(config, specs, dp_size=parallel.dp) if ends is None else None,
         dumped=dumped,
     )
 

@@ -27,7 +27,7 @@ class Ledger:
 
 def ledger_of(job: Job) -> Ledger:
     """The ledger of a planned rank."""
-    setup = setup_of(job.plan, job.config, is_cut=job.threshold is not None)
+    setup = setup_of(job.plan, job.config, is_cut=job.threshold is not None or job.config.chooses_buckets)
     terms = terms_of(job.plan, job.config, dp_rank=job.parallel.dp_rank)
     formulas = make_rows(setup, symbolic_terms(setup))
     return Ledger(formulas, None, make_rows(setup, terms), symbol_values(setup, terms, job.threshold))

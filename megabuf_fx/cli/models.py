@@ -18,7 +18,7 @@ from torch import nn
 from megabuf_fx.cli.errors import CliError
 from megabuf_fx.config import suggest
 from megabuf_fx.dump import FORMAT_VERSION
-from megabuf_fx.runtime.layout import ParamSpec
+from megabuf_fx.runtime.layout import BucketEnds, ParamSpec
 
 T = TypeVar("T")
 
@@ -62,6 +62,8 @@ class DumpedModel:
     dp_size: int
     sharded: bool
     digest: str
+    bucket_ends: BucketEnds
+    """Where buckets end, whatever decided about it."""
 
 
 def load_model(text: str, *, dtype: torch.dtype | None) -> MetaModel | DumpedModel:
@@ -164,8 +166,20 @@ def _read_dump(directory: Path) -> DumpedModel:
             dp_size=model["dp_size"],
             sharded=model["sharded"],
             digest=model["digest"],
+            bucket_ends=_bucket_ends_from_json(model),
         ),
     )
+
+
+def _bucket_ends_from_json(model: dict[str, Any]) -> BucketEnds:
+    """As ``BucketPlan.bucket_ends``."""
+    places = {entry["name"]: place for place, entry in enumerate(model["params"])}
+    ends: dict[tuple[int, int], int] = {}
+    for number, buffer in enumerate(model["buffers"]):
+        for param in buffer["params"]:
+            key, place = (number, param["bucket"]), places[param["name"]]
+            ends[key] = min(place, ends.get(key, place))
+    return BucketEnds(frozenset(ends.values()))
 
 
 def _spec_from_json(entry: dict[str, Any]) -> ParamSpec:

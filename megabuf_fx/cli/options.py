@@ -59,7 +59,11 @@ class LayoutOptions:
     use_distributed_optimizer: Annotated[bool, typer.Option(help="Shard optimizer state (ZeRO-1).")] = True
     grad_reduce_in_fp32: Annotated[bool, typer.Option(help="fp32 gradients, whatever the parameters' dtype.")] = False
     bucket_size: Annotated[
-        int | None, typer.Option(help="Elements after which a bucket closes. [max(40M, 1M * dp)]")
+        str | None,
+        typer.Option(
+            metavar="INTEGER|auto",
+            help="Elements after which a bucket closes; auto: where they end in the dump. [max(40M, 1M * dp)]",
+        ),
     ] = None
     num_buckets: Annotated[int | None, typer.Option(help="About how many buckets to make.")] = None
     disable_bucketing: Annotated[bool, typer.Option("--disable-bucketing", help="One bucket per buffer.")] = False
@@ -112,6 +116,7 @@ class LayoutOptions:
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(LayoutOptions) if field.name in known
         }
+        values["bucket_size"] = self._parsed_bucket_size()
         # Typer has lists for options that repeat; without any, the default of the config stands.
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         values = {name: value for name, value in values.items() if value not in (None, ())}
@@ -119,3 +124,11 @@ class LayoutOptions:
             return MegabufConfig(**values, pipeline_parallel_rank=self.stage)
         except (TypeError, ValueError) as error:
             raise CliError(str(error)) from error
+
+    def _parsed_bucket_size(self) -> int | str | None:
+        if self.bucket_size in (None, "auto"):
+            return self.bucket_size
+        try:
+            return int(str(self.bucket_size))
+        except ValueError:
+            raise CliError(f"--bucket-size must be a number of elements or auto, got '{self.bucket_size}'") from None

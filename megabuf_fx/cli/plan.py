@@ -61,6 +61,8 @@ def job_as_text(job: Job) -> str:
 def _layout_line(job: Job) -> str:
     plan, config = job.plan, job.config
     cut = f"bucket size {job.threshold:,} elements" if job.threshold is not None else "one bucket per buffer"
+    if job.config.chooses_buckets:
+        cut = "bucket size auto, with the boundaries of the dump"
     if not plan.sharded:
         return f"not sharded, {cut}"
     instances = config.num_distributed_optimizer_instances
@@ -191,7 +193,7 @@ def job_as_json(job: Job) -> dict[str, Any]:
         "stage": parallel.stage,
         "dp_rank": parallel.dp_rank,
         "dp_group": {"first": parallel.dp_ranks[0], "last": parallel.dp_ranks[-1], "step": parallel.tp},
-        "bucket_size": job.threshold,
+        "bucket_size": "auto" if job.config.chooses_buckets else job.threshold,
         "plan": plan_as_json(plan),
         "owners": owners,
         "shards": shards,

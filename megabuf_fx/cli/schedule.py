@@ -8,8 +8,7 @@ Pure: nodes, bucket groups, a device and a link in, a ``Schedule`` out. All time
 [Note: the model of a step]
 The device runs the nodes one after another, each for the longer of its arithmetic and its memory traffic, but at least
 ``op_us``. Collectives run beside it, one at a time, in the order of their launches (they share a link). A ring of ``n``
-ranks takes ``(n - 1) * (alpha + nbytes / n / bandwidth)`` for a reduce-scatter or an all-gather and twice that for an
-all-reduce (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", table 1).
+ranks takes ``(n - 1) * (alpha + nbytes / n / bandwidth)`` (``cost_model.py``), an all-reduce twice that.
 Where gradients are scaled before they are sent, or summed by this rank when they have come (an all-to-all in place of
 a reduce-scatter), that is memory traffic of the device: a pass over the bucket at its launch or in its wait.
 Left out: kernels and collectives that slow each other down, fusion (every node counts by itself, so with Inductor the
@@ -27,53 +26,19 @@ from typing import Literal
 
 from megabuf_fx.cli.dump_files import BucketGroup, Key, Node, RecordedStep, Variant
 from megabuf_fx.cli.text import microseconds
+from megabuf_fx.cost_model import Device, Link, ring_messages
 
 Direction = Literal["reduce", "gather"]
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """How fast one rank computes."""
-
-    tflops: float
-    """10**12 floating-point operations per second."""
-    memory_gbs: float
-    """10**9 bytes per second."""
-    op_us: float
-    """Least time of one operation."""
-
-    def time_of_bytes(self, nbytes: float) -> float:
-        return nbytes / (self.memory_gbs * 1e3)
-
-    def time_of(self, node: Node) -> float:
-        if node.kind not in ("compute", "write"):
-            return 0.0
-        return max(self.op_us, node.flops / (self.tflops * 1e6), self.time_of_bytes(node.nbytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What carries the collectives of one rank."""
-
-    gbps: float
-    """10**9 *bits* per second and direction, as links are sold."""
-    alpha_us: float
-    """From sending a message to its arrival, whatever its size."""
-    launch_us: float = 0.0
-    """How long a launch holds up computing: of weight where the host computes, too."""
-
-    def time_of(self, group: BucketGroup, direction: Direction) -> float:
-        if group.ranks == 1:
-            return 0.0
-        return messages_of(group, direction) * (
-            self.alpha_us + _message_nbytes(group, direction) * 8 / (self.gbps * 1e3)
-        )
-
-
 def messages_of(group: BucketGroup, direction: Direction) -> int:
     """Messages that a ring sends one after the other, each of a rank's share of the bucket group."""
-    is_all_reduce = direction == "reduce" and not group.sharded
-    return (group.ranks - 1) * (2 if is_all_reduce else 1)
+    return ring_messages(group.ranks, is_all_reduce=direction == "reduce" and not group.sharded)
+
+
+def transfer_time(link: Link, group: BucketGroup, direction: Direction) -> float:
+    """How long ``link`` carries one collective of the bucket group."""
+    return link.time_of(messages_of(group, direction), _message_nbytes(group, direction))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +278,7 @@ class _Run:
                 self._add(phase, "scale", self._device.time_of_bytes(2 * group.grad_nbytes))
         last = next(reversed(self._pending.values()), None)
         begin = max(self.now, last.end if last else 0.0)
-        end = begin + self._link.time_of(group, direction)
+        end = begin + transfer_time(self._link, group, direction)
         behind = last if last is not None and last.end > asked else None
         if group.ranks > 1 and self._link.launch_us:
             self._add(phase, "launch", self._link.launch_us)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ import megabuf_fx as mb
 LR = 1e-3
 BUCKETS = 7
 """About how many buckets ours and DDP cut the model into."""
+
+
+class Work(NamedTuple):
+    """What all contestants do."""
+
+    precision: Literal["fp32", "bf16"]
+    inner: Literal["inductor", "aot_eager"]
+    """What compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,7 @@ class Contestant:
 
 def megabuf(
     model: nn.Module,
-    precision: str,
+    work: Work,
     *,
     compiled: bool = True,
     sharded: bool = True,
@@ -77,13 +85,14 @@ def megabuf(
     **options: Any,
 ) -> Contestant:
     """megabuf_fx. ``compiled=False`` is Megatron's scheme: hooks on eager autograd fill the same buffers."""
-    if precision == "bf16":
+    if work.precision == "bf16":
         model = model.bfloat16()
     config = mb.MegabufConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=sharded,
         overlap_param_gather=sharded,
         bucket_size=sum(p.numel() for p in model.parameters()) // BUCKETS,
+        inner_compiler=work.inner,
         **options,
     )
     handle = mb.attach(model, config, process_group=group)
@@ -95,9 +104,7 @@ def megabuf(
     )
 
 
-def ddp(
-    model: nn.Module, precision: str, *, compiled: bool = False, split: bool = True, zero: bool = False
-) -> Contestant:
+def ddp(model: nn.Module, work: Work, *, compiled: bool = False, split: bool = True, zero: bool = False) -> Contestant:
     """DDP; ``split`` is Dynamo's ``optimize_ddp``, ``zero`` shards the optimizer."""
     numel = sum(p.numel() for p in model.parameters())
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4 * numel / BUCKETS / 2**20)
@@ -108,22 +115,22 @@ def ddp(
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     return Contestant(
-        forward=torch.compile(wrapped) if compiled else wrapped,
+        forward=torch.compile(wrapped, backend=work.inner) if compiled else wrapped,
         optimizer=optimizer,
-        autocast=precision == "bf16",
+        autocast=work.precision == "bf16",
         no_sync=wrapped.no_sync,
         first_step=lambda: torch._dynamo.config.patch(optimize_ddp=split),  # type: ignore[attr-defined,no-any-return]
     )
 
 
-def fsdp(model: Any, precision: str, *, reshard: bool) -> Contestant:
+def fsdp(model: Any, work: Work, *, reshard: bool) -> Contestant:
     """FSDP2 by block, compiled by block, as its users do. ``reshard`` frees weights after forward."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
+    if work.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        block.compile()
+        block.compile(backend=work.inner)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
@@ -137,31 +144,33 @@ def fsdp(model: Any, precision: str, *, reshard: bool) -> Contestant:
     return Contestant(forward=model, optimizer=optimizer, no_sync=no_sync)
 
 
-def plain(model: nn.Module, precision: str) -> Contestant:
+def plain(model: nn.Module, work: Work) -> Contestant:
     """Inductor and AdamW on one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    return Contestant(forward=torch.compile(model), optimizer=optimizer, autocast=precision == "bf16")
+    return Contestant(
+        forward=torch.compile(model, backend=work.inner), optimizer=optimizer, autocast=work.precision == "bf16"
+    )
 
 
-Maker = Callable[[nn.Module, str], Contestant]
+Maker = Callable[[nn.Module, Work], Contestant]
 
 OURS: dict[str, Maker] = {
     "megabuf": megabuf,
-    "megabuf, not sharded": lambda model, precision: megabuf(model, precision, sharded=False),
-    "Megatron's hooks (our eager path)": lambda model, precision: megabuf(model, precision, compiled=False),
+    "megabuf, not sharded": lambda model, work: megabuf(model, work, sharded=False),
+    "Megatron's hooks (our eager path)": lambda model, work: megabuf(model, work, compiled=False),
 }
 PEERS: dict[str, Maker] = {
     "DDP": ddp,
-    "DDP + compile": lambda model, precision: ddp(model, precision, compiled=True),
-    "DDP + compile, optimize_ddp=False": lambda model, precision: ddp(model, precision, compiled=True, split=False),
-    "DDP + compile + ZeRO": lambda model, precision: ddp(model, precision, compiled=True, zero=True),
-    "FSDP2 + compile": lambda model, precision: fsdp(model, precision, reshard=True),
-    "FSDP2 + compile, no resharding": lambda model, precision: fsdp(model, precision, reshard=False),
+    "DDP + compile": lambda model, work: ddp(model, work, compiled=True),
+    "DDP + compile, optimize_ddp=False": lambda model, work: ddp(model, work, compiled=True, split=False),
+    "DDP + compile + ZeRO": lambda model, work: ddp(model, work, compiled=True, zero=True),
+    "FSDP2 + compile": lambda model, work: fsdp(model, work, reshard=True),
+    "FSDP2 + compile, no resharding": lambda model, work: fsdp(model, work, reshard=False),
 }
 ALONE: dict[str, Maker] = {"megabuf": megabuf, "Inductor + fused AdamW": plain}
 
 
-def without_collectives(model: nn.Module, precision: str) -> Contestant:
+def without_collectives(model: nn.Module, work: Work) -> Contestant:
     """What ``megabuf`` computes on one of the ranks: the same graphs, buffers and shards, and nothing travels."""
     ranks = list(range(dist.get_world_size()))
-    return megabuf(model, precision, group=dist.new_group(ranks, backend="fake"))
+    return megabuf(model, work, group=dist.new_group(ranks, backend="fake"))

@@ -24,26 +24,23 @@ time, what a machine with a network card that works by itself could reach.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from contestants import ALONE, OURS, PEERS
-from two_hosts import two_hosts
+from tabulate import tabulate
+from two_ranks import LOOPBACK, run_two_ranks
 
 HERE = Path(__file__).parent
-LINKS = {"1gbit": 1e9 / 8, "4gbit": 4e9 / 8, "loopback": None, "none": None}
+ALONE_LINK = "none"
+LINKS = {"1gbit": 1e9 / 8, "4gbit": 4e9 / 8, LOOPBACK: None, ALONE_LINK: None}
 """Bytes per second in each direction, None where nothing limits them."""
 
 
@@ -99,37 +96,12 @@ def measure(cell: Cell, options: Sequence[str]) -> dict[str, Any]:
         out = Path(folder) / "result.json"
         command = [sys.executable, str(HERE / "step_worker.py"), "--out", str(out), *options]
         command += ["--precision", cell.precision, "--micro-batches", str(cell.micro_batches)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        environment.pop("RANK", None)
-        with _ranks(cell.link) as ranks:
-            processes = [subprocess.Popen([*prefix, *command], env={**environment, **own}) for prefix, own in ranks]
-            try:
-                codes = [process.wait(timeout=5400) for process in processes]
-            finally:
-                for process in processes:
-                    process.kill()
-        if any(codes):
-            raise RuntimeError(f"{cell}: processes ended with {codes}")
+        if cell.link == ALONE_LINK:
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+        else:
+            run_two_ranks(command, link=cell.link, timeout=5400)
         result: dict[str, Any] = json.loads(out.read_text())
         return result
-
-
-@contextlib.contextmanager
-def _ranks(link: str) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """Prefix of the command line and environment of every rank."""
-    if link == "none":
-        yield [([], {})]
-        return
-    worlds = [{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} for rank in range(2)]
-    if link == "loopback":
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        yield [([], {**world, **meeting}) for world in worlds]
-        return
-    with two_hosts(link) as hosts:
-        yield [(host.prefix, {**world, **host.environment}) for host, world in zip(hosts, worlds)]
 
 
 def summarize(cell: Cell, result: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from contestants import ALONE, OURS, PEERS, Contestant, without_collectives
+from contestants import ALONE, OURS, PEERS, Contestant, Work, without_collectives
 from train_gpt import GPT, VOCAB, GPTConfig
 
 from megabuf_fx.runtime.transports import choose_reduce_scatter, make_comm_pair
@@ -57,13 +57,14 @@ def run(args: argparse.Namespace, rank: int, *, is_alone: bool) -> dict[str, Any
     shape = (BATCHES, args.micro_batches, args.batch_size, args.context + 1)
     batches = torch.randint(VOCAB, shape)
     makers = ALONE if is_alone else {**OURS, **PEERS, "no collectives": without_collectives}
+    work = Work(args.precision, args.inner)
     names = [name for name in makers if not args.only or any(part in name for part in args.only.split(";"))]
     contestants: dict[str, Contestant] = {}
     losses: dict[str, list[float]] = {}
     # One contestant must not compile less than another because of what came before it.
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):  # type: ignore[attr-defined]
         for name in names:
-            contestants[name] = contestant = makers[name](copy.deepcopy(base), args.precision)
+            contestants[name] = contestant = makers[name](copy.deepcopy(base), work)
             with contestant.first_step():
                 losses[name] = [float(contestant.step(batches[i])) for i in range(WARM_UP)]
             contestant.drain()
@@ -156,6 +157,7 @@ def parse_args() -> argparse.Namespace:
     add("--layers", type=int, default=6)
     add("--n-embd", type=int, default=384)
     add("--heads", type=int, default=6)
+    add("--inner", choices=("inductor", "aot_eager"), default="inductor", help="what compiles, ours and the peers'")
     return parser.parse_args()
 
 
