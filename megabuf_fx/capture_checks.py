@@ -175,6 +175,11 @@ def refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[
         name = inner.name if isinstance(inner, MixedOptimizer) else type(inner).__name__
         is_fused = all(bool(group.get("fused")) for group in inner.param_groups)
         if not is_fused and not all(bool(group.get("capturable")) for group in inner.param_groups):
+            if isinstance(optimizer, DistributedOptimizer) and optimizer.is_compiled:
+                raise ValueError(
+                    "compile_step=True keeps numbers of the update on the host, where a replay does not see them "
+                    "change; build the optimizer with fused=True instead"
+                )
             raise ValueError(
                 f"{name} keeps numbers of its update on the host, where a replay does not see them change; build it "
                 "with fused=True (Adam, AdamW, SGD, on every device) or, on a GPU, capturable=True"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import megabuf_fx._compat as _compat
+from megabuf_fx.compiled_update import CompiledUpdate, writes_params
 from megabuf_fx.flat_shard import FlatShard
 from megabuf_fx.grad_norm import found_inf, not_finite, scale_grads, total_norm, total_over_axes
 from megabuf_fx.handle import MegabufHandle, find_handles
@@ -62,11 +63,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_skipped_steps: skip steps whose gradients hold NaN or Inf on any rank, on all ranks together; so many in a
             row are an error. None does not look; looking costs a pass over the gradients and waits for the device.
         groups: of a model that is split over ranks: norms and skipped steps then are those of ``tp`` and ``pp``, too.
+        compile_step: update by one compiled pass over memory that also converts 16-bit gradients and writes 16-bit
+            parameters; for groups of ``torch.optim``'s SGD, Adam and AdamW, without ``fused=True``. It pays for 16-bit
+            parameters of shards, which otherwise take a second pass, and a third for 16-bit gradients; in fp32
+            ``fused=True`` is one pass already. The first step compiles nothing: torch's optimizer makes its state.
+            Learning rates that are tensors are read on the host. Cannot be captured (``capture_step``).
         defaults: keyword arguments of ``optimizer_class``.
 
     Raises:
         ValueError: parameters that are not attached, or of several models; an optimizer that is not elementwise, for
-            parameters that shards cut.
+            parameters that shards cut; ``compile_step`` with an optimizer that it is not for.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         max_skipped_steps: int | None = None,
         groups: ModelParallelGroups | None = None,
+        compile_step: bool = False,
         **defaults: Any,
     ) -> None:
         self.groups = groups
@@ -93,8 +100,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self.inner = MixedOptimizer(inner_groups, classes, optimizer_class, defaults)
             outer = [{**made, "params": group["params"]} for made, group in zip(self.inner.param_groups, outer)]
+        self._compiled: CompiledUpdate | None = None
+        if compile_step:
+            compiler = self.handle.config.inner_compiler
+            self._compiled = CompiledUpdate(classes, self.inner.param_groups, self.runs, compiler=compiler)
         super().__init__(outer, self.inner.defaults)
         buffers = self.handle.buffers
+        # Which ones have masters stays as it is, however runs are cut.
+        self._mastered = [buffers.params[p] for run in self.runs if not run.is_aliased for p, _ in run.pieces]
         self._unattached = [p for group in outer for p in group["params"] if buffers.index_of(p) is None]
         self._clipping: tuple[int, Tensor] | None = None
         """Coefficient of the last clipping and the step it belongs to (``ModelBuffers.resets``)."""
@@ -123,6 +136,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def is_fused(self) -> bool:
         """Whether the inner optimizer updates in one kernel that can leave the update out by itself."""
         return all(bool(group.get("fused")) for group in self.inner.param_groups)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was built with ``compile_step``."""
+        return self._compiled is not None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -208,13 +226,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     inner["capturable"] = True
             self._runs[index] = split_runs(self._runs[index], used, self.inner.state)
             inner["params"] = [run.master for run in self._runs[index]]
-            for run in self._runs[index]:
-                # A parameter without gradient is left alone, as in torch.optim. fp32 gradients are aliased, not copied.
-                run.master.grad = self._fp32_grad(run) if run.is_used(used) else None
+        updated = self._update_compiled(used, is_captured=is_captured)
+        for run in self.runs:
+            # A parameter without gradient is left alone, as in torch.optim. fp32 gradients are aliased, not copied.
+            run.master.grad = self._fp32_grad(run) if run.is_used(used) and run not in updated else None
         self.inner.step()
         for run in self.runs:
             run.master.grad = None
-        write_params(buffers, self.runs)
+        write_params(buffers, [run for run in self.runs if run not in updated or not writes_params(run)])
         # Without sharding masters are written into the parameters themselves, and that counts too.
         self.note_written_weights()
         self._clipping = None
@@ -393,11 +412,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 found = buffers.capture.flags.found_inf
         self.inner.found_inf = found  # type: ignore[union-attr]
 
+    def _update_compiled(self, used: Sequence[bool], *, is_captured: bool) -> set[Run]:
+        """Update what ``compile_step`` is for; the other runs are left to the inner optimizer."""
+        # Both need an update that leaves itself out by a number on the device.
+        if self._compiled is None or is_captured or self.inner.found_inf is not None:  # type: ignore[union-attr]
+            return set()
+        groups = self.inner.param_groups
+        return self._compiled.step(groups, self._runs, self.inner.state, used, self._coefficient())
+
     def _versions(self) -> list[int]:
         """How often each parameter that has a master of its own was written."""
-        buffers = self.handle.buffers
-        masters = {param for run in self.runs if not run.is_aliased for param, _ in run.pieces}
-        return [_compat.version_of(buffers.params[param]) for param in sorted(masters)]
+        return [_compat.version_of(param) for param in self._mastered]
 
     def note_written_weights(self) -> None:
         """Masters and parameters agree now."""

@@ -110,6 +110,12 @@ class ModelBuffers:
             QuantizedWeights(plan, params, self.buffers, self._reduce_amax, version_of) if is_quantized else None
         )
         """The quantized parameters, if there are any."""
+        self._places = [
+            (index, number, slot.start * param.element_size(), param.dtype)
+            for index, (param, (number, slot)) in enumerate(zip(params, self.locations))
+            if self.buffers[number].holds_params and param.numel()
+        ]
+        """Parameters that lie in buffers, with buffer, offset in bytes and dtype."""
         self.access = BufferAccess(params, self.buffers, self.weights, self._memory, self.sync_params)
         self.state = StepState(plan)
         self.capture = CaptureState(device)
@@ -455,16 +461,15 @@ class ModelBuffers:
         """Raise when somebody replaced ``param.data``: the buffer would no longer see the parameter (sharded only)."""
         if self.weights is not None:
             self.weights.refuse_replaced()
-        for index, (param, (buffer, slot)) in enumerate(zip(self.params, self.locations)):
-            data = self.buffers[buffer].param_data
-            if data is not None and self.buffers[buffer].holds_params and param.numel():
-                expected = data.data_ptr() + slot.start * data.element_size()
-                if param.data_ptr() != expected or param.dtype != data.dtype:
-                    raise RuntimeError(
-                        f"the data of parameter '{self.plan.params[index].name}' was replaced after attach, so it is "
-                        "no longer in its buffer; copy values into it instead (param.data.copy_(...)), or detach, "
-                        "change the model and attach again"
-                    )
+        bases = [buffer.param_data.data_ptr() if buffer.param_data is not None else 0 for buffer in self.buffers]
+        for index, number, offset, dtype in self._places:
+            param = self.params[index]
+            if param.data_ptr() != bases[number] + offset or param.dtype != dtype:
+                raise RuntimeError(
+                    f"the data of parameter '{self.plan.params[index].name}' was replaced after attach, so it is "
+                    "no longer in its buffer; copy values into it instead (param.data.copy_(...)), or detach, "
+                    "change the model and attach again"
+                )
 
     def start_grad_syncs(self) -> None:
         """Start the reduction of every bucket group that has not started."""

@@ -88,6 +88,8 @@ def test_traffic_bench(tmp_path: Path) -> None:
     entry = found["found"]["fp32"]
     matrices, vectors = entry["kinds"]["matrices"], entry["kinds"]["norms and biases"]
     assert (matrices["first"], matrices["later"], matrices["temporary"]) == (4, 8, 0)
+    (embedding,) = (counts for kind, counts in entry["kinds"].items() if kind.startswith("token"))
+    assert (embedding["first"], embedding["later"], embedding["temporary"]) == (4, 8, 0)
     # Inductor stores a sum of rows and loads it again in the same loop.
     assert (vectors["first"], vectors["later"]) == (4, 8)
     assert vectors["temporary"] <= 8
@@ -155,3 +157,18 @@ def test_buckets_bench(tmp_path: Path) -> None:
     predicted = found["predicted_ms"]
     assert predicted["auto"] == min(predicted.values())
     assert all(name in text for name in found["samples_s"])
+
+
+def test_optimizer_bench(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--numel", "20000", "--optimizer", "SGD", "--precision", "bf16, bf16 gradients"]
+    command = [sys.executable, str(BENCH / "optimizer_bench.py"), *options]
+    result = subprocess.run(
+        [*command, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    # Gradient, master and momentum are read; master, momentum and parameter are written.
+    assert case["bytes_per_element"] == (2 + 4 + 4) + (4 + 4 + 2)
+    for name, entry in case["summary"].items():
+        assert name in result.stdout
+        assert entry["ratio"] > 0

@@ -107,7 +107,9 @@ def megabuf(
 def ddp(model: nn.Module, work: Work, *, compiled: bool = False, split: bool = True, zero: bool = False) -> Contestant:
     """DDP; ``split`` is Dynamo's ``optimize_ddp``, ``zero`` shards the optimizer."""
     numel = sum(p.numel() for p in model.parameters())
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4 * numel / BUCKETS / 2**20)
+    # DDP's own first bucket has 1 MiB, and Dynamo wants none smaller.
+    megabytes = max(1.0, 4 * numel / BUCKETS / 2**20)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
     optimizer: torch.optim.Optimizer
     if zero:
         # With views into its buckets it would take the parameters' memory from under the compiled graphs.

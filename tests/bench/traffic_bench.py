@@ -190,7 +190,7 @@ class HostTraffic:
     zeroed: int
     """Of gradients, by the host."""
     inside_ops: int
-    """Allocated by ``megabuf::accumulate_*`` while they run."""
+    """Allocated by products while they run; what rows need depends on the batch."""
 
 
 def watch(function: Callable[[], object], shapes: Sequence[tuple[int, ...]]) -> HostTraffic:
@@ -201,18 +201,23 @@ def watch(function: Callable[[], object], shapes: Sequence[tuple[int, ...]]) -> 
         file = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
+    ops = [event for event in events if event.get("cat") == "cpu_op"]
+    # Rows are added onto zeros: that is how such an op overwrites, and counted as its write.
+    overwritten = [(e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == "megabuf::accumulate_embedding_"]
+    zeroed = sum(
+        4 * math.prod(event["args"]["Input Dims"][0])
+        for event in ops
+        if event["name"] == "aten::zero_"
+        and tuple(event["args"]["Input Dims"][0]) in shapes
+        and not any(begin <= event["ts"] <= end for begin, end in overwritten)
+    )
     allocated = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
     times = [time for time, _ in allocated]
-    zeroed = inside = 0
-    for event in events:
-        if event.get("cat") != "cpu_op":
-            continue
-        if event["name"] == "aten::zero_" and tuple(event["args"]["Input Dims"][0]) in shapes:
-            zeroed += 4 * math.prod(event["args"]["Input Dims"][0])
-        elif event["name"].startswith("megabuf::accumulate_"):
-            begin = bisect.bisect_left(times, event["ts"])
-            end = bisect.bisect_right(times, event["ts"] + event["dur"])
-            inside += sum(max(nbytes, 0) for _, nbytes in allocated[begin:end])
+    inside = 0
+    for event in (event for event in ops if event["name"] == "megabuf::accumulate_wgrad_"):
+        begin = bisect.bisect_left(times, event["ts"])
+        end = bisect.bisect_right(times, event["ts"] + event["dur"])
+        inside += sum(max(nbytes, 0) for _, nbytes in allocated[begin:end])
     return HostTraffic(zeroed, inside)
 
 
