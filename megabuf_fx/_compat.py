@@ -17,7 +17,7 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import (
 )
 
 InnerCompile = Callable[..., Callable[..., Any]]
+Strides = tuple[tuple[int, ...] | None, ...]
+"""Of each output of a graph, None where it is no tensor."""
 
 # Autograd engine: valid while a backward runs on this thread.
 
@@ -386,19 +388,27 @@ def compile_with_aot_autograd(
     inner_compile: InnerCompile,
     inductor_options: Mapping[str, Any],
     use_decompositions: bool,
+    cache_tag: str | None = None,
     is_backward_lazy: bool = True,
 ) -> Callable[..., Any]:
     """Trace, partition and compile as the Inductor backend does, with ``inner_compile`` in place of Inductor's own.
 
-    Not ``is_backward_lazy``: ``inner_compile`` gets the backward at once, not when it first runs, which cannot be
-    inside a compilation.
-
-    The AOTAutograd cache cannot store what ``inner_compile`` returns, so it is off in here and nowhere else.
+    AOTAutograd's cache keeps what ``inner_compile`` returns, an ``OutputCode`` (its *bundled* form, which torch's
+    regional Inductor uses, too), under keys that ``cache_tag`` is part of; without a tag it is off in here. The
+    backward is then handed over right after the forward, as a late one would be stored under the settings of its time;
+    so it is when not ``is_backward_lazy``, for what cannot be inside a compilation when it first runs. Checked on torch
+    2.11.0, 2.13.0, 2.14.1.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=not is_backward_lazy):
+    if cache_tag is None or not _keeps_graphs():
+        cache = functorch_config.patch(
+            enable_autograd_cache=False, force_non_lazy_backward_lowering=not is_backward_lazy
+        )
+    else:
+        cache = _own_cache_entries(cache_tag)
+    with cache:
         return cast(
             "Callable[..., Any]",
             compile_fx(
@@ -409,6 +419,126 @@ def compile_with_aot_autograd(
                 decompositions=None if use_decompositions else {},
             ),
         )
+
+
+_TAG_MARK = "|megabuf_fx:"
+"""Stands between the user's ``torch.compiler.config.cache_key_tag`` and ours."""
+
+
+def _keeps_graphs() -> bool:
+    """Whether AOTAutograd's cache is on, and in the form in which graphs are found again by a further process."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as functorch_config
+
+    return bool(
+        functorch_config.enable_autograd_cache
+        and not torch.compiler.config.force_disable_caches
+        # Whole compiled models are stored then, and loaded without a call of the backend.
+        and not functorch_config.bundled_autograd_cache
+        and not dynamo_config.caching_precompile
+    )
+
+
+@contextlib.contextmanager
+def _own_cache_entries(tag: str) -> Iterator[None]:
+    from torch._functorch import config as functorch_config
+
+    # Without a tag of ours, plain Inductor would be handed our entries for the same model.
+    key_tag = torch.compiler.config.cache_key_tag + _TAG_MARK + tag
+    with (
+        functorch_config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=key_tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _user_cache_entries() -> Iterator[None]:
+    """Undo ``_own_cache_entries``: Inductor's own cache reads the same settings."""
+    from torch._functorch import config as functorch_config
+
+    user_tag, mark, _ = torch.compiler.config.cache_key_tag.partition(_TAG_MARK)
+    if not mark:
+        yield
+        return
+    with (
+        functorch_config.patch(bundled_autograd_cache=False, force_non_lazy_backward_lowering=False),
+        torch.compiler.config.patch(cache_key_tag=user_tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def output_code() -> Any:
+    """Base class of what AOTAutograd's cache can keep."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def do_not_cache(reason: str) -> Exception:
+    """An exception to raise while AOTAutograd stores or loads an entry: it then goes on as if there were no cache."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    return BypassAOTAutogradCache(reason)
+
+
+def dump_graph(content: object) -> bytes:
+    """Graph modules and fake tensors, in tuples and dicts, as bytes."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    # Where nodes come from is for messages only, and takes longer to store than the rest.
+    stacks = {"nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "fwd_source_fn_stack", "from_node"}
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key not in stacks)
+    return GraphPickler.dumps(content, options)
+
+
+def load_graph(content: bytes) -> Any:
+    """What ``dump_graph`` was given, with fake tensors of the mode under which Dynamo compiles."""
+    from torch._guards import TracingContext
+    from torch.fx._graph_pickler import GraphPickler
+
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    return GraphPickler.loads(content, fake_mode)
+
+
+def plain_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be kept of the keyword arguments of an inner compiler."""
+    made_anew = {"cudagraphs", "boxed_forward_device_index", "get_decomp_fn"}
+    return {
+        **{name: value for name, value in kwargs.items() if name not in made_anew},
+        "made_anew": sorted(made_anew & set(kwargs)),
+    }
+
+
+def complete_arguments(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments again; ``settings`` are those that AOTAutograd gives to what comes from its cache."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    known = {**settings, "get_decomp_fn": select_decomp_table}
+    kwargs = dict(plain)
+    return {**{name: known[name] for name in kwargs.pop("made_anew")}, **kwargs}
+
+
+def output_strides() -> Strides:
+    """Strides of the outputs of the forward that was compiled last, as AOTAutograd has been told them."""
+    from torch._guards import TracingContext
+
+    return _as_tuples(TracingContext.get().output_strides)
+
+
+@contextlib.contextmanager
+def noting_output_strides() -> Iterator[Callable[[], Strides]]:
+    """Hands out a function that returns the strides of the outputs of the forward that was compiled within."""
+    from torch._guards import TracingContext
+
+    with TracingContext.report_output_strides() as strides:
+        yield lambda: _as_tuples(strides)
+
+
+def _as_tuples(strides: Sequence[Sequence[int] | None] | None) -> Strides:
+    # Symbols stay symbols: to make a number of one would be a guard.
+    return tuple(None if of_one is None else tuple(of_one) for of_one in strides or ())
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -463,19 +593,34 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
+def graph_module(root: nn.Module, graph: Graph) -> GraphModule:
+    """A graph module that generates its code when it is first called or printed: most are neither."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
 class CompileEnvironment:
     """What surrounds one call of an inner compiler, to compile a further variant of the same graph later.
 
     Without it a late variant would lose the donated buffers (from the tracing context) and the user's Inductor options.
+    ``metadata`` is given for a graph from AOTAutograd's cache: what the tracing context would hold after tracing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metadata: Any = None) -> None:
         from torch._guards import CompileContext, TracingContext
         from torch._inductor import config
 
         self._tracing = TracingContext.try_get()
+        if metadata is not None and self._tracing is not None:
+            self._tracing.fw_metadata = metadata
         self._compile = CompileContext.try_get()
         self._config = config.get_config_copy()
+
+    @property
+    def metadata(self) -> Any:
+        """AOTAutograd's description of the graph, among it which saved tensors the backward may reuse."""
+        return self._tracing.fw_metadata if self._tracing is not None else None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -488,6 +633,7 @@ class CompileEnvironment:
         changed = {key: value for key, value in self._config.items() if not _is_same(current.get(key), value)}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
+            stack.enter_context(_user_cache_entries())
             stack.enter_context(tracing(self._tracing))
             stack.enter_context(compile_context(self._compile))
             stack.enter_context(compiled_autograd._disable())

@@ -18,6 +18,7 @@ import megabuf_fx._compat as _compat
 from megabuf_fx.attach import attach_traced
 from megabuf_fx.config import MegabufConfig, suggest
 from megabuf_fx.handle import MegabufHandle, find_handles
+from megabuf_fx.saved_graph import cache_tag
 from megabuf_fx.traced_backward import TracedBackward, trace_graph
 from megabuf_fx.traced_graph import TracedGraph
 
@@ -70,13 +71,15 @@ def megabuf(
         for handle in handles:
             handle.watch_hooks(graph, modules)
             handle.buffers.has_inductor_graphs |= wants
-    compiled = _compat.compile_with_aot_autograd(
-        gm,
-        example_inputs,
-        inner_compile=graph.inner_compile,
-        inductor_options=inductor_options,
-        use_decompositions=config.inner_compiler == "inductor",
-    )
+    with graph.adopting():
+        compiled = _compat.compile_with_aot_autograd(
+            gm,
+            example_inputs,
+            inner_compile=graph.inner_compile,
+            inductor_options=inductor_options,
+            use_decompositions=config.inner_compiler == "inductor",
+            cache_tag=cache_tag(example_inputs) if config.inner_compiler == "inductor" and not wants else None,
+        )
     return graph.wrap(compiled)
 
 

@@ -9,6 +9,7 @@ disappears with its node.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,8 @@ from megabuf_fx.runtime.plan import GraphParam, Role
 from megabuf_fx.runtime.profile import record_runs
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
-from megabuf_fx.variants import Boxed, GraphSource
+from megabuf_fx.saved_graph import adopting, keep_graph
+from megabuf_fx.variants import Boxed, GraphSource, copy_graph
 
 log = logging.getLogger("megabuf_fx.traced_graph")
 
@@ -90,13 +92,17 @@ class TracedGraph:
 
     def inner_compile(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Boxed:
         """Take a graph from AOTAutograd and return the boxed callable that picks a variant at each call."""
-        source = GraphSource(gm, example_inputs, kwargs, inner_compiler=self.inner_compiler)
-        if not kwargs.get("is_backward"):
+        source = GraphSource(copy_graph(gm), example_inputs, kwargs, inner_compiler=self.inner_compiler)
+        return keep_graph(source, self._adopt)
+
+    def _adopt(self, source: GraphSource) -> Boxed:
+        """Take a graph, traced or from AOTAutograd's cache, and return the callable that picks a variant."""
+        if not source.is_backward:
             self._forward_source = source
-            self._is_training = not kwargs.get("is_inference", False)
+            self._is_training = not source.is_inference
             # Now, not at the first call: AOTAutograd reads from it the strides of what is saved for backward.
             self._compile_forward(self._binding)
-            return _boxed(self._run_forward)
+            return self._run_forward
         self._backward_source = source
         values = outputs(source.graph)
         if len(values) != self.n_inputs:
@@ -104,7 +110,11 @@ class TracedGraph:
         self._gradient_positions = tuple(i for i, value in enumerate(values) if isinstance(value, Node))
         if source.has_symbolic_shapes:
             self._compile_all_roles(self._binding)
-        return _boxed(self._run_backward)
+        return self._run_backward
+
+    def adopting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, graphs that AOTAutograd finds in its cache become those of this object."""
+        return adopting(self._adopt, self.inner_compiler)
 
     # Running.
 
@@ -377,12 +387,4 @@ def _recordable(name: str, compiled: Boxed) -> Boxed:
         mode = _compat.recording_mode()
         return compiled(args) if mode is None else mode.record_graph(name, compiled, args)
 
-    return call
-
-
-def _boxed(function: Boxed) -> Boxed:
-    def call(args: list[Any]) -> Any:
-        return function(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -33,16 +33,38 @@ Boxed = Callable[[list[Any]], Any]
 
 
 class GraphSource:
-    """The graph that AOTAutograd handed to an inner compiler, ready to be compiled again and again."""
+    """The graph that AOTAutograd handed to an inner compiler, ready to be compiled again and again.
+
+    ``gm`` must stay as it is: give a ``copy_graph`` of one that somebody else has.
+    """
 
     def __init__(
-        self, gm: GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any], *, inner_compiler: str
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        inner_compiler: str,
+        metadata: Any = None,
     ) -> None:
-        self._gm = copy_graph(gm)
+        self._gm = gm
         self._example_inputs = list(example_inputs)
         self._kwargs = dict(kwargs)
         self._inner_compiler = inner_compiler
-        self._environment = _compat.CompileEnvironment()
+        self._environment = _compat.CompileEnvironment(metadata)
+
+    @property
+    def metadata(self) -> Any:
+        """AOTAutograd's description of the graph."""
+        return self._environment.metadata
+
+    @property
+    def is_backward(self) -> bool:
+        return bool(self._kwargs.get("is_backward"))
+
+    @property
+    def is_inference(self) -> bool:
+        return bool(self._kwargs.get("is_inference"))
 
     @property
     def graph(self) -> Graph:
@@ -56,6 +78,21 @@ class GraphSource:
             isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
             for x in self._example_inputs
         )
+
+    def save(self) -> bytes:
+        """The graph as bytes, for ``load`` in another process.
+
+        Raises:
+            Exception: of whatever kind, where a node holds what cannot be stored.
+        """
+        return _compat.dump_graph((self._gm, self._example_inputs, _compat.plain_arguments(self._kwargs)))
+
+    @classmethod
+    def load(cls, content: bytes, *, settings: Mapping[str, Any], inner_compiler: str, metadata: Any) -> GraphSource:
+        """The source that was saved, in the surroundings of now; ``settings`` come from AOTAutograd."""
+        gm, example_inputs, plain = _compat.load_graph(content)
+        kwargs = _compat.complete_arguments(plain, settings)
+        return cls(gm, example_inputs, kwargs, inner_compiler=inner_compiler, metadata=metadata)
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """The surroundings of the first compile, for what belongs to this graph but happens later."""
@@ -97,7 +134,7 @@ def _compile_with_inductor(gm: GraphModule, examples: Sequence[Any], kwargs: Map
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """The same graph, nodes and metadata, over the same attributes."""
+    """A graph module of its own, whose nodes share what is in their ``meta``."""
     graph = Graph()
     copied: dict[Node, Node] = {}
     outputs = graph.graph_copy(gm.graph, copied)
@@ -105,7 +142,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     (original,) = gm.graph.find_nodes(op="output")
     # Inductor keeps there which outputs the user sees.
     output.meta = dict(original.meta)
-    copy = GraphModule(gm, graph)
+    copy = _compat.graph_module(gm, graph)
     copy.meta = dict(gm.meta)
     return copy
 
