@@ -14,7 +14,7 @@ from typing import Any
 import megabuf_fx._compat as _compat
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import live_targets
-from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role, plan_graph
+from megabuf_fx.runtime.plan import GraphParam, GraphPlan, GraphWrites, Role, plan_graph
 
 BindingKey = tuple[tuple[int, int, bool] | None, ...]
 """``(handle, param, is_hooked)`` of each argument, None where it is not attached; unattached tensors are all alike to a
@@ -30,6 +30,9 @@ class Binding:
         for model in self.models.values():
             model.is_compiled = True
         self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
+        self.groups = frozenset(self.plan.groups)
+        self.writes: GraphWrites | None = None
+        """What its backward writes; known once AOTAutograd has made that graph."""
         self.forward: Callable[[list[Any]], Any] | None = None
         self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
 

@@ -28,7 +28,7 @@ from megabuf_fx.passes.graph_utils import outputs, placeholders
 from megabuf_fx.pipeline import backward_passes, forward_passes
 from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json, transport_as_json
 from megabuf_fx.runtime.model_buffers import ModelBuffers
-from megabuf_fx.runtime.plan import GraphParam, Role
+from megabuf_fx.runtime.plan import GraphParam, GraphWrites, Role, plan_writes
 from megabuf_fx.runtime.profile import record_runs
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
@@ -64,8 +64,10 @@ class TracedGraph:
         self.dump_dir = dump_dir
         self.n_inputs = len(example_inputs)
         self.positions = [i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter)]
+        self._parameters_of = _picker(self.positions)
         self._arguments: tuple[Any, ...] = ()
         self._hooked: tuple[bool, ...] = ()
+        """Of each argument whether it has hooks of the user; empty when none has."""
         self._bindings: dict[BindingKey, Binding] = {}
         self._binding = self._select(example_inputs)
         self._is_training = False
@@ -119,8 +121,8 @@ class TracedGraph:
     # Running.
 
     def _select(self, args: Sequence[Any]) -> Binding:
-        arguments = tuple(args[i] for i in self.positions)
-        hooked = tuple(map(_compat.has_user_hooks, arguments))
+        arguments = self._parameters_of(args)
+        hooked = tuple(map(_compat.has_user_hooks, arguments)) if _compat.have_user_hooks(arguments) else ()
         if self._bindings and all(map(operator.is_, arguments, self._arguments)) and hooked == self._hooked:
             return self._binding
         located: list[GraphParam | None] = [None] * self.n_inputs
@@ -151,14 +153,15 @@ class TracedGraph:
             model.enter_backward(backward_id)
             model.note_writer()
         accumulates = all(
-            _compat.will_accumulate(binding.models[p.handle].accumulate_nodes[p.param]) for p in writes.values()
+            _compat.will_accumulate(map(binding.models[handle].accumulate_nodes.__getitem__, params))
+            for handle, params in writes.by_model
         )
         if accumulates:
-            for param in writes.values():
-                binding.models[param.handle].prepare_graph_write(param.param)
+            for handle, params in writes.by_model:
+                binding.models[handle].prepare_graph_writes(params)
         role = choose_role(
             binding.plan,
-            list(writes.values()),
+            writes,
             binding.models,
             token=token,
             accumulates=accumulates,
@@ -167,8 +170,8 @@ class TracedGraph:
         role = self._within_limit(binding, role)
         variant = self._backward_variant(binding, role)
         if accumulates:
-            for param in writes.values():
-                binding.models[param.handle].mark_graph_write(param.param)
+            for handle, params in writes.by_model:
+                binding.models[handle].mark_graph_writes(params)
         else:
             for model in binding.models.values():
                 model.mark_untouched()
@@ -181,7 +184,7 @@ class TracedGraph:
         node = self._find_node(results)
         if node is None:
             return
-        token = ForwardToken(binding.plan.groups)
+        token = ForwardToken(binding.groups)
         node.metadata[_METADATA_KEY] = (binding, token)
         for model in binding.models.values():
             model.state.open_forward(token)
@@ -205,13 +208,20 @@ class TracedGraph:
 
     # Compiling.
 
-    def _writes(self, binding: Binding) -> dict[int, GraphParam]:
+    def _writes(self, binding: Binding) -> GraphWrites:
+        if binding.writes is None:
+            binding.writes = plan_writes(self._gradients(binding).values())
+        return binding.writes
+
+    def _gradients(self, binding: Binding) -> dict[int, GraphParam]:
         """Output position and parameter of every gradient that belongs to a buffer."""
         inputs = binding.plan.inputs
         written = ((i, inputs[i]) for i in self._gradient_positions)
         return {i: param for i, param in written if param is not None and not param.is_hooked}
 
     def _within_limit(self, binding: Binding, role: Role) -> Role:
+        if role in binding.backwards:
+            return role
         launch_sets = {known.launches for known in binding.backwards if known.launches}
         if role.launches and role.launches not in launch_sets and len(launch_sets) >= MAX_LAUNCH_SETS:
             return Role(role.write)
@@ -249,7 +259,7 @@ class TracedGraph:
         if variant is not None:
             return variant
         assert self._backward_source is not None
-        gradients = self._writes(binding) if role.write is not None else {}
+        gradients = self._gradients(binding) if role.write is not None else {}
         hidden = self._saved_params(binding)
         extras = _stored_inputs(hidden, binding.models)
         if gradients:
@@ -310,12 +320,7 @@ class TracedGraph:
         order = list(self._bindings.values()).index(binding)
         name = kind if order == 0 else f"binding{order}_{kind}"
         dump = make_dump(self.dump_dir, rank=self.rank, graph=self.number, variant=name)
-        compiled, final = source.compile(steps, extras, dump=dump, keeps_order=bool(launches))
-        for model in binding.models.values():
-            model.compiles += 1
-        if self.inner_compiler == "inductor":
-            compiled = _recordable(f"graph {self.number} {name}", compiled)
-        boundaries = find_boundaries(final)
+        boundaries: tuple[Boundary, ...] = ()
 
         def plan() -> dict[str, Any]:
             return {
@@ -328,11 +333,19 @@ class TracedGraph:
                 "transport": {str(handle): transport_as_json(model) for handle, model in binding.models.items()},
             }
 
-        if self.dump_dir is not None:
-            dump.write_plan(plan())
-            dump.write_nodes(final)
-        with source.entered():
+        def inspect(final: GraphModule) -> None:
+            nonlocal boundaries
+            boundaries = find_boundaries(final) if launches else ()
+            if self.dump_dir is not None:
+                dump.write_plan(plan())
+                dump.write_nodes(final)
             trace_variant(f"graph{self.number}_{name}", final, plan)
+
+        compiled = source.compile(steps, extras, dump=dump, keeps_order=bool(launches), inspect=inspect)
+        for model in binding.models.values():
+            model.compiles += 1
+        if self.inner_compiler == "inductor":
+            compiled = _recordable(f"graph {self.number} {name}", compiled)
         log.info("compiled graph %d %s: %d launches", self.number, name, len(boundaries))
         compiled = record_runs(
             compiled, f"graph{self.number}_{name}", [model.trace.recorder for model in binding.models.values()]
@@ -388,3 +401,10 @@ def _recordable(name: str, compiled: Boxed) -> Boxed:
         return compiled(args) if mode is None else mode.record_graph(name, compiled, args)
 
     return call
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that returns the values at ``positions`` of a sequence."""
+    if len(positions) < 2:
+        return lambda values: tuple(values[i] for i in positions)
+    return operator.itemgetter(*positions)

@@ -94,30 +94,32 @@ class GraphSource:
         kwargs = _compat.complete_arguments(plain, settings)
         return cls(gm, example_inputs, kwargs, inner_compiler=inner_compiler, metadata=metadata)
 
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        """The surroundings of the first compile, for what belongs to this graph but happens later."""
-        return self._environment.entered()
-
     def compile(
-        self, steps: Sequence[Step], extras: Sequence[ExtraInput], *, dump: GraphDump, keeps_order: bool
-    ) -> tuple[Boxed, GraphModule]:
+        self,
+        steps: Sequence[Step],
+        extras: Sequence[ExtraInput],
+        *,
+        dump: GraphDump,
+        keeps_order: bool,
+        inspect: Callable[[GraphModule], None],
+    ) -> Boxed:
         """Run ``steps`` on a fresh copy and compile it with ``extras`` appended to its inputs.
 
-        ``keeps_order`` is for graphs that launch collectives. Returns the boxed callable and the rewritten graph.
+        ``keeps_order`` is for graphs that launch collectives. ``inspect`` sees the rewritten graph before the inner
+        compiler changes it; what it wants to keep, it must copy.
         """
-        with self.entered():
+        with self._environment.entered():
             gm = run_passes(copy_graph(self._gm), steps, dump=dump)
-            final = copy_graph(gm)
+            inspect(gm)
             if self._inner_compiler == "aot_eager":
-                return _run_op_by_op(gm), final
+                return _run_op_by_op(gm)
             kwargs = dict(self._kwargs)
             count = len(self._example_inputs)
             static = tuple(kwargs.get("static_input_idxs") or ())
             kwargs["static_input_idxs"] = (*static, *range(count, count + len(extras)))
             examples = [*self._example_inputs, *_example_values(gm, len(extras))]
             with _compat.keep_graph_order() if keeps_order else contextlib.nullcontext():
-                compiled = _compile_with_inductor(gm, examples, kwargs)
-            return compiled, final
+                return _compile_with_inductor(gm, examples, kwargs)
 
 
 def _compile_with_inductor(gm: GraphModule, examples: Sequence[Any], kwargs: Mapping[str, Any]) -> Boxed:
@@ -134,7 +136,7 @@ def _compile_with_inductor(gm: GraphModule, examples: Sequence[Any], kwargs: Map
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A graph module of its own, whose nodes share what is in their ``meta``."""
+    """A copy to rewrite, with the names of its nodes; they share what is in their ``meta``."""
     graph = Graph()
     copied: dict[Node, Node] = {}
     outputs = graph.graph_copy(gm.graph, copied)

@@ -63,7 +63,8 @@ def find_hidden_inputs(graph: Graph, plan: GraphPlan) -> dict[str, HiddenInput]:
 def find_saved_params(graph: Graph, plan: GraphPlan) -> dict[str, HiddenInput]:
     """What a forward graph returns of its quantized parameters: AOTAutograd gives the backward's placeholders the names
     of these nodes."""
-    known = {node: hidden for node in placeholders(graph) if (hidden := find_hidden_inputs(graph, plan).get(node.name))}
+    inputs = find_hidden_inputs(graph, plan)
+    known = {node: inputs[node.name] for node in placeholders(graph) if node.name in inputs}
     for node in graph.nodes:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if source in known and is_view_of(node, source):
@@ -86,14 +87,15 @@ def dequantize_params(
     if not present:
         return gm
     order = positions(gm.graph)
+    stored = _stored_nodes(gm)
     by_param: dict[tuple[int, int], list[tuple[Node, HiddenInput]]] = {}
     for node, entry in present:
         node.meta[HIDDEN] = entry.param
         node.meta.pop(PARAM, None)
         by_param.setdefault((entry.param.handle, entry.param.param), []).append((node, entry))
-    for entries in by_param.values():
+    for key, entries in by_param.items():
         param = entries[0][1].param
-        reads = {node: _find_reads(node) for node, _ in entries}
+        reads = {node: _find_reads(node, order) for node, _ in entries}
         first = min(
             (read for found in reads.values() for read in (*found.views, *found.computes)),
             key=lambda node: order[node],
@@ -103,8 +105,8 @@ def dequantize_params(
             continue
         value = splice(
             gm,
-            lambda *stored, param=param: _dequantize(param, stored),
-            _stored_inputs(gm, param),
+            lambda *values, param=param: _dequantize(param, values),
+            _stored_inputs(stored.get(key, {}), param),
             before=first,
             decompositions=decompositions,
         )
@@ -121,7 +123,8 @@ class _Reads(NamedTuple):
     """What reads the placeholder or one of these views, the output apart."""
 
 
-def _find_reads(placeholder: Node) -> _Reads:
+def _find_reads(placeholder: Node, order: Mapping[Node, int]) -> _Reads:
+    """``order`` may be that of before other parameters were replaced: their views are not this one's."""
     views: dict[Node, None] = {}
     computes: dict[Node, None] = {}
     pending = [placeholder]
@@ -133,7 +136,6 @@ def _find_reads(placeholder: Node) -> _Reads:
                 pending.append(user)
             elif user.op != "output":
                 computes[user] = None
-    order = positions(placeholder.graph)
     return _Reads(tuple(sorted(views, key=lambda node: order[node])), tuple(computes))
 
 
@@ -166,13 +168,18 @@ def _dequantize(param: GraphParam, stored: Sequence[Any]) -> Any:
     return form.dequantize(form.stored(*stored), param.dtype)
 
 
-def _stored_inputs(gm: GraphModule, param: GraphParam) -> list[Node]:
-    """The placeholders of the codes and scales of ``param``, marked as it."""
-    found = {
-        extra.kind: node
-        for node in placeholders(gm.graph)
-        if (extra := node.meta.get(EXTRA)) is not None and (extra.handle, extra.index) == (param.handle, param.param)
-    }
+def _stored_nodes(gm: GraphModule) -> dict[tuple[int, int], dict[str, Node]]:
+    """The placeholders that ``add_buffer_inputs`` has made, by ``(handle, index)`` and kind."""
+    found: dict[tuple[int, int], dict[str, Node]] = {}
+    for node in placeholders(gm.graph):
+        extra = node.meta.get(EXTRA)
+        if extra is not None:
+            found.setdefault((extra.handle, extra.index), {})[extra.kind] = node
+    return found
+
+
+def _stored_inputs(found: Mapping[str, Node], param: GraphParam) -> list[Node]:
+    """The placeholders of the codes and scales of ``param`` by field, marked as it."""
     nodes = []
     for field in FORMATS[str(param.quantized)].stored._fields:
         if field not in found:

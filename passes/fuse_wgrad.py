@@ -13,6 +13,7 @@ Raises: PassError when a product has other operands than two tensors, or another
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -83,11 +84,11 @@ def fuse_wgrad(gm: GraphModule, *, gradients: Mapping[int, GraphParam], accumula
     values = outputs(graph)
     main_grads = main_grad_nodes(gm)
     replaced: list[Node] = []
+    # The output node is one reader, however often it returns a gradient.
+    returned = Counter(value for value in values if isinstance(value, Node))
     for position, param in gradients.items():
         grad = values[position]
-        # The output node is one reader, however often it returns the gradient.
-        is_shared = sum(value is grad for value in values) > 1
-        found = find_weight_grad(grad) if isinstance(grad, Node) and not is_shared else None
+        found = find_weight_grad(grad) if isinstance(grad, Node) and returned[grad] == 1 else None
         if found is None:
             continue
         if tuple(grad.meta["val"].shape) != param.shape:

@@ -67,19 +67,20 @@ def verify_backward(
         raise PassError(BACKWARD.name, f"bucket groups are launched as {found}, expected {list(launches)}")
     order = positions(gm.graph)
     first_writes = {group[0] for group in writes.values()}
+    token = token_node(gm)
     for node, key in zip(starts, launches):
-        _check_token(gm, node, BACKWARD.name, key)
+        _check_token(token, node, BACKWARD.name, key)
         # args: (main_grads, token, handle, group, scaled=False)
         if (node.args[4:] == (True,)) != (key in factors):
             raise PassError(BACKWARD.name, f"the launch of bucket group {key} says the wrong thing of its factor", node)
-        sent = node.args[0]
+        sent = _named(node)
         for write, param in by_group.get(key, []):
             if order[write] > order[node]:
                 raise PassError(
                     BACKWARD.name, f"'{param.name}' is written after its bucket group {key} was launched", write
                 )
             sources = {storage_input(written) for written in written_nodes(write)}
-            if not isinstance(sent, (list, tuple)) or not sources.intersection(sent):
+            if sources.isdisjoint(sent):
                 raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
             expected = factors.get(key, 1.0)
             if _factor_of(write) != expected or _kept_of(write) not in (
@@ -114,15 +115,17 @@ def _check_written_once(param: GraphParam, writes: Sequence[Node]) -> None:
 
 def verify_forward(gm: GraphModule) -> GraphModule:
     order = positions(gm.graph)
+    token = token_node(gm)
     waits: dict[tuple[object, object], Node] = {}
+    named: dict[Node, set[object]] = {}
     for node in gm.graph.nodes:
         if node.target is wait_param_sync:
             # args: (params, token, handle, group)
             key = (node.args[2], node.args[3])
-            _check_token(gm, node, FORWARD.name, key)
+            _check_token(token, node, FORWARD.name, key)
             if key in waits:
                 raise PassError(FORWARD.name, f"bucket group {key} is waited for twice", node)
-            waits[key] = node
+            waits[key], named[node] = node, _named(node)
     for placeholder in placeholders(gm.graph):
         param = placeholder.meta.get(PARAM)
         if not isinstance(param, GraphParam):
@@ -133,8 +136,7 @@ def verify_forward(gm: GraphModule) -> GraphModule:
                 continue
             if wait is None or order[user] < order[wait]:
                 raise PassError(FORWARD.name, f"'{param.name}' is read before bucket group {param.key} is waited", user)
-            named = wait.args[0]
-            if not isinstance(named, (list, tuple)) or placeholder not in named:
+            if placeholder not in named[wait]:
                 raise PassError(FORWARD.name, f"wait of bucket group {param.key} does not name '{param.name}'", wait)
     return gm
 
@@ -155,8 +157,14 @@ def verify_hidden(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def _check_token(gm: GraphModule, node: Node, name: str, key: object) -> None:
-    token = token_node(gm)
+def _named(node: Node) -> set[object]:
+    """The tensors that a collective names as its own."""
+    # args: (main_grads or params, token, handle, group)
+    tensors = node.args[0]
+    return set(tensors) if isinstance(tensors, (list, tuple)) else set()
+
+
+def _check_token(token: Node | None, node: Node, name: str, key: object) -> None:
     if token is None or node.args[1] is not token:
         raise PassError(
             name,

@@ -60,6 +60,8 @@ class ModelBuffers:
         self._index = {id(param): index for index, param in enumerate(params)}
         self.locations = plan.locations
         self.group_of = plan.group_of_param
+        self.params_of = [group.params for group in plan.groups]
+        """Indices of the parameters of each bucket group."""
         self.comms = comms
         self.comm = comms.dense.grads
         """Joins all ranks; everything but the collectives of expert buckets runs on it."""
@@ -174,7 +176,7 @@ class ModelBuffers:
         self._started_in: dict[int, int] = {}
         self._graph_wrote_in = [-1] * len(self.params)
         self._in_flight: set[int] = set()
-        """Parameters that a graph wrote and whose AccumulateGrad node has not run since."""
+        """``publishes_grad``: parameters that a graph wrote and whose AccumulateGrad node has not run since."""
         self._writer: torch.cuda.Stream | None = None
         """The stream on which a graph wrote last."""
         self._late = LateGradients(self.reducer, self.comm, self.main_grads)
@@ -191,8 +193,9 @@ class ModelBuffers:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
         self.access.claim_gradients("gradients are reduced")
-        for param in self.plan.groups[group].params:
-            if not self.state.written[param]:
+        written = self.state.written
+        for param in self.params_of[group]:
+            if not written[param]:
                 self.main_grads[param].zero_()
         if self.checks is not None:
             self.checks.look(group, self.main_grads)
@@ -294,26 +297,30 @@ class ModelBuffers:
         if self.token.is_cuda:
             self._writer = torch.cuda.current_stream(self.token.device)
 
-    def prepare_graph_write(self, param: int) -> None:
+    def prepare_graph_writes(self, params: Sequence[int]) -> None:
         """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.
 
         Where it is published, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
         """
         if not self.publishes_grad:
             return
-        self._refuse_second_sum(param)
-        grad, main_grad = self.params[param].grad, self.main_grads[param]
-        if grad is not None:
-            if grad.data_ptr() != main_grad.data_ptr():
-                main_grad.copy_(grad)
-            self.state.written[param] = True
-        self.params[param].grad = None
+        for param in params:
+            grad = self.params[param].grad
+            if grad is not None:
+                self._refuse_second_sum(param)
+                if grad.data_ptr() != self.main_grads[param].data_ptr():
+                    self.main_grads[param].copy_(grad)
+                self.state.written[param] = True
+                self.params[param].grad = None
 
-    def mark_graph_write(self, param: int) -> None:
-        """The graph that runs next writes this slot."""
-        self.state.written[param] = True
-        self._graph_wrote_in[param] = self._backward_id
-        self._in_flight.add(param)
+    def mark_graph_writes(self, params: Sequence[int]) -> None:
+        """The graph that runs next writes these slots."""
+        written, wrote_in, backward_id = self.state.written, self._graph_wrote_in, self._backward_id
+        for param in params:
+            written[param] = True
+            wrote_in[param] = backward_id
+        if self.publishes_grad:
+            self._in_flight.update(params)
 
     def mark_untouched(self) -> None:
         """The running backward hands out plain gradients; what autograd accumulates of them teaches nothing."""
@@ -345,7 +352,8 @@ class ModelBuffers:
                 f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
                 "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
             )
-        self._in_flight.discard(param)
+        if self.publishes_grad:
+            self._in_flight.discard(param)
         grad = tensor.grad
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(
@@ -448,9 +456,9 @@ class ModelBuffers:
         self.state.mark_arrived(param)
         group = self.group_of[param]
         if (
-            self.options.overlap_grad_reduce
+            not self.reducer.is_started(group)
+            and self.options.overlap_grad_reduce
             and self.state.is_complete(group, by_count=not self.is_compiled)
-            and not self.reducer.is_started(group)
             and not self.state.is_awaited((self.handle, group))
         ):
             self.start_grad_sync(group)

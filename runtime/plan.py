@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -300,6 +300,26 @@ class GraphPlan:
     def groups(self) -> tuple[tuple[int, int], ...]:
         """Every bucket group that has a parameter here, in launch order."""
         return tuple(sorted({param.key for param in self.params}))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphWrites:
+    """The parameters to which a backward produces a gradient, as every call of it needs them."""
+
+    by_model: tuple[tuple[int, tuple[int, ...]], ...]
+    """Handle id of each model, and the indices of its parameters."""
+    groups: tuple[tuple[int, int], ...]
+    """Their bucket groups ``(handle, group)``, sorted."""
+
+
+def plan_writes(params: Iterable[GraphParam]) -> GraphWrites:
+    """Arrange ``params`` by model and bucket group."""
+    by_model: dict[int, list[int]] = {}
+    groups: set[tuple[int, int]] = set()
+    for param in params:
+        by_model.setdefault(param.handle, []).append(param.param)
+        groups.add(param.key)
+    return GraphWrites(tuple((handle, tuple(indices)) for handle, indices in by_model.items()), tuple(sorted(groups)))
 
 
 def plan_graph(inputs: Sequence[GraphParam | None], bucket_plans: dict[int, BucketPlan]) -> GraphPlan:

@@ -8,10 +8,10 @@ is the last forward that will write it, no eager part is known to write it, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 
 from megabuf_fx.runtime.model_buffers import ModelBuffers
-from megabuf_fx.runtime.plan import GraphParam, GraphPlan, Role
+from megabuf_fx.runtime.plan import GraphPlan, GraphWrites, Role
 from megabuf_fx.runtime.step_state import ForwardToken
 
 UNTOUCHED = Role(None)
@@ -19,7 +19,7 @@ UNTOUCHED = Role(None)
 
 def choose_role(
     plan: GraphPlan,
-    writes: Sequence[GraphParam],
+    writes: GraphWrites,
     models: Mapping[int, ModelBuffers],
     *,
     token: ForwardToken | None,
@@ -37,33 +37,36 @@ def choose_role(
     """
     if not accumulates:
         return UNTOUCHED
-    written = {param.key for param in writes}
-    for handle, group in sorted(written):
+    for handle, group in writes.groups:
         models[handle].refuse_reduced(group)
-    unwritten = [param for param in writes if not models[param.handle].state.written[param.param]]
-    overwrite = len(unwritten) == len(writes)
-    if any(models[param.handle].capture.is_micro_batch for param in writes):
-        if len({param.handle for param in writes}) > 1:
+    is_written = {handle: models[handle].state.are_written(indices) for handle, indices in writes.by_model}
+    overwrite = not any(map(any, is_written.values()))
+    if any(models[handle].capture.is_micro_batch for handle, _ in writes.by_model):
+        if len(writes.by_model) > 1:
             raise NotImplementedError("a captured micro-batch with a graph that spans several attached models")
         if overwrite:
             return Role("flagged")
     if not overwrite:
-        for param in unwritten:
-            models[param.handle].zero(param.param)
-    launches = tuple(key for key in plan.covered if key in written and _may_launch(key, models, token))
-    if keeps_graph:
-        launches = ()
+        for handle, indices in writes.by_model:
+            for param, known in zip(indices, is_written[handle]):
+                if not known:
+                    models[handle].zero(param)
+    launches: tuple[tuple[int, int], ...] = ()
+    if token is not None and not keeps_graph:
+        written = frozenset(writes.groups)
+        awaited = {handle: models[handle].state.awaited(besides=token) for handle, _ in writes.by_model}
+        launches = tuple(key for key in plan.covered if key in written and _may_launch(key, models, awaited[key[0]]))
     return Role("overwrite" if overwrite else "accumulate", launches)
 
 
-def _may_launch(key: tuple[int, int], models: Mapping[int, ModelBuffers], token: ForwardToken | None) -> bool:
+def _may_launch(key: tuple[int, int], models: Mapping[int, ModelBuffers], awaited: Set[tuple[int, int]]) -> bool:
     handle, group = key
     model = models[handle]
+    eager_params = model.state.eager_params
     return (
-        token is not None
-        and model.options.overlap_grad_reduce
+        model.options.overlap_grad_reduce
         and not model.no_sync_depth
         and not model.reducer.is_started(group)
-        and not model.state.eager_params.intersection(model.plan.groups[group].params)
-        and not model.state.is_awaited(key, besides=token)
+        and (not eager_params or eager_params.isdisjoint(model.params_of[group]))
+        and key not in awaited
     )

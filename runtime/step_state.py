@@ -6,7 +6,7 @@ Nothing here touches a tensor. Roles of compiled graphs are chosen from this sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megabuf_fx.runtime.plan import BucketPlan
 
@@ -40,7 +40,8 @@ class StepState:
         self._counts = [0] * len(plan.params)
         """Backward passes that have contributed to each parameter since the last reset."""
         self._golden: list[int] | None = None
-        self._missing = [len(group.params) for group in plan.groups]
+        self._sizes = [len(group.params) for group in plan.groups]
+        self._missing = list(self._sizes)
         """Of each group, parameters that nothing has reached yet."""
         self._missing_golden = list(self._missing)
         """Of each group, parameters that were reached less often than in the first step."""
@@ -57,8 +58,8 @@ class StepState:
         if self._golden is None and any(self._counts):
             self._golden = self._counts
         self._counts = [0] * len(self._counts)
-        self._missing = [len(group.params) for group in self.plan.groups]
-        self._missing_golden = list(self._missing)
+        self._missing = list(self._sizes)
+        self._missing_golden = list(self._sizes)
 
     def open_forward(self, token: ForwardToken) -> None:
         """A forward ran whose backward may come."""
@@ -73,18 +74,25 @@ class StepState:
         """Forwards whose backward may still come."""
         return len(self._outstanding)
 
-    def is_awaited(self, key: tuple[int, int], *, besides: ForwardToken | None = None) -> bool:
-        """Whether a forward other than ``besides`` may still write the bucket group ``(handle, group)``."""
-        return any(token is not besides and key in token.groups for token in self._outstanding)
+    def are_written(self, params: Sequence[int]) -> list[bool]:
+        """``written`` of each of ``params``."""
+        return list(map(self.written.__getitem__, params))
+
+    def awaited(self, *, besides: ForwardToken) -> set[tuple[int, int]]:
+        """The bucket groups ``(handle, group)`` that forwards other than ``besides`` may still write."""
+        return {key for token in self._outstanding if token is not besides for key in token.groups}
+
+    def is_awaited(self, key: tuple[int, int]) -> bool:
+        """Whether a forward may still write the bucket group ``(handle, group)``."""
+        return any(key in token.groups for token in self._outstanding)
 
     def mark_arrived(self, param: int) -> None:
         """All contributions of one backward pass to ``param`` have come (its AccumulateGrad node ran)."""
-        self._counts[param] += 1
-        group = self.group_of[param]
-        if self._counts[param] == 1:
-            self._missing[group] -= 1
-        if self._golden is not None and self._counts[param] == self._golden[param]:
-            self._missing_golden[group] -= 1
+        self._counts[param] = count = self._counts[param] + 1
+        if count == 1:
+            self._missing[self.group_of[param]] -= 1
+        if self._golden is not None and count == self._golden[param]:
+            self._missing_golden[self.group_of[param]] -= 1
 
     def is_complete(self, group: int, *, by_count: bool) -> bool:
         """Whether every parameter of the group has had its contributions.

@@ -165,6 +165,7 @@ class Buffers:
             self.grad_data[buffer][slot.start : slot.end].view(spec.shape)
             for spec, (buffer, slot) in zip(traced.specs, self.bucket_plan.locations)
         ]
+        self._locations, self._group_of = self.bucket_plan.locations, self.bucket_plan.group_of_param
         self.token = torch.zeros(1)
         self.flag = torch.zeros((), dtype=torch.int32)
         self.calls: list[tuple[str, int]] = []
@@ -176,11 +177,11 @@ class Buffers:
         )
 
     def graph_param(self, index: int) -> GraphParam:
-        spec, (buffer, slot) = self.traced.specs[index], self.bucket_plan.locations[index]
+        spec, (buffer, slot) = self.traced.specs[index], self._locations[index]
         return GraphParam(
             handle=self.handle,
             param=index,
-            group=self.bucket_plan.group_of_param[index],
+            group=self._group_of[index],
             name=spec.name,
             shape=spec.shape,
             stride=contiguous_stride(spec.shape),

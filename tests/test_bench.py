@@ -172,3 +172,37 @@ def test_optimizer_bench(tmp_path: Path) -> None:
     for name, entry in case["summary"].items():
         assert name in result.stdout
         assert entry["ratio"] > 0
+
+
+def test_compile_bench(tmp_path: Path) -> None:
+    options = ["--inner", "aot_eager", "--layers", "1", "--n-embd", "16", "--context", "8"]
+    found, printed = run_bench(tmp_path, "compile_bench.py", "--rounds", "1", *options)
+    ((one_round,),) = found["rounds"].values()
+    assert len(one_round) == 3
+    for name, caches in one_round.items():
+        assert name in printed
+        assert all(caches[kind]["cpu"] > 0 for kind in ("cold", "warm"))
+
+
+def test_passes_bench(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--nodes", "100", "400", "--table", "none"]
+    found, printed = run_bench(tmp_path, "passes_bench.py", *options)
+    del found["torch"]
+    assert len(found) == 4
+    for kind, sizes in found.items():
+        assert kind in printed
+        small, large = map(int, sizes)
+        assert 2 * small < large, "the longer graph has more blocks"
+        parts = next(iter(sizes.values()))[0]
+        assert {"copies", "add_buffer_inputs", "runner", "boundaries"} < parts.keys()
+        assert ("verify_forward" if kind == "forward" else "verify_backward") in parts
+
+
+def test_overhead_bench(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--params", "20", "--buckets", "1", "5"]
+    found, _ = run_bench(tmp_path, "overhead_bench.py", *options)
+    del found["torch"]
+    one, several = map(int, found)
+    assert one == 1 < several, "a bucket is at least as large as asked for"
+    for samples in found.values():
+        assert all(sample[column] > 0 for sample in samples for column in ("forward", "backward", "hooks", "launches"))

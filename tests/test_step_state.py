@@ -81,8 +81,8 @@ def test_forwards_are_awaited_by_group_and_by_model() -> None:
     assert [state.is_awaited((0, group)) for group in range(3)] == [True, True, False]
     assert state.is_awaited((3, 2))
     # Seen from the backward of the first one: only the second can still come.
-    assert [state.is_awaited((0, group), besides=first) for group in range(3)] == [False, True, False]
-    assert [state.is_awaited((0, group), besides=second) for group in range(3)] == [True, True, False]
+    assert state.awaited(besides=first) == {(0, 1), (3, 2)}
+    assert state.awaited(besides=second) == {(0, 0), (0, 1)}
     state.close_forward(first)
     assert not state.is_awaited((0, 0))
     assert state.is_awaited((0, 1))
@@ -112,9 +112,9 @@ def test_tokens_with_equal_groups_are_different_forwards() -> None:
     state.open_forward(second)
     state.open_forward(second)
     assert first.groups == second.groups == frozenset({(0, 0)})
-    assert state.is_awaited((0, 0), besides=first)
+    assert state.awaited(besides=first) == {(0, 0)}
     state.close_forward(second)
-    assert not state.is_awaited((0, 0), besides=first)
+    assert state.awaited(besides=first) == set()
     assert state.is_awaited((0, 0))
 
 

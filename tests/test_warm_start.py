@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import get_donated_idxs
+from torch.fx import GraphModule
 from warm_start_runs import Products, Run, cache_counts, run, train
 
 import megabuf_fx as mb
@@ -196,10 +197,12 @@ def test_the_backward_may_still_reuse_what_was_saved(monkeypatch: pytest.MonkeyP
     donated: list[list[int]] = []
     original = GraphSource.compile
 
-    def noted(self: GraphSource, *args: Any, **kwargs: Any) -> Any:
-        with self.entered():
+    def noted(self: GraphSource, *args: Any, inspect: Callable[[GraphModule], None], **kwargs: Any) -> Any:
+        def look(gm: GraphModule) -> None:
             donated.append(list(get_donated_idxs() or ()))
-        return original(self, *args, **kwargs)
+            inspect(gm)
+
+        return original(self, *args, inspect=look, **kwargs)
 
     monkeypatch.setattr(GraphSource, "compile", noted)
     again()
