@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from megabuf_fx.runtime.collectives import PendingWork
 from megabuf_fx.runtime.plan import BucketPlan
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KEPT_STEPS = 20
 
 Collective = Literal["reduce_scatter", "all_reduce", "all_gather"]

@@ -58,9 +58,11 @@ class AllToAllReduceScatter:
 def _sum_chunks(shard: Tensor, chunks: Tensor, divisor: int) -> None:
     if shard.dtype == torch.float32:
         # One pass for each rank but the first: torch.sum over rows takes four times as long for two of them.
-        torch.add(chunks[0], chunks[1], out=shard)
-        for chunk in chunks[2:]:
-            shard.add_(chunk)
+        total, *others = chunks.unbind()
+        for chunk in others:
+            total = torch.add(total, chunk, out=shard)
+        if not others:
+            shard.copy_(total)
         if divisor != 1:
             shard.div_(divisor)
         return

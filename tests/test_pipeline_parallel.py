@@ -213,9 +213,11 @@ def order_of_starts(rank: int) -> tuple[list[str], list[str]]:
         for target, name in ((handle.buffers.gatherer, "start_gather"), (handle.buffers.reducer, "_launch")):
             original = getattr(target, name)
 
-            def watched(group: int, chunk: int = chunk, name: str = name, original: Any = original) -> None:
+            def watched(
+                group: int, chunk: int = chunk, name: str = name, original: Any = original, **options: bool
+            ) -> None:
                 log.append(f"{name} {chunk}")
-                original(group)
+                original(group, **options)
 
             setattr(target, name, watched)
     original_run = training.pipeline.run

@@ -56,7 +56,7 @@ def test_times_of_two_ranks(ranks: Callable[[int], RankGroup], tmp_path: Path) -
     for rank in range(2):
         (path,) = tmp_path.glob(f"rank{rank}/profile_model*.json")
         content = read(path)
-        assert (content["format_version"], content["rank"]) == (2, rank)
+        assert (content["format_version"], content["rank"]) == (3, rank)
         assert [step["step"] for step in content["steps"]] == list(range(STEPS - KEPT_STEPS, STEPS))
         assert not any(step["has_compile"] for step in content["steps"])
         for step in content["steps"]:

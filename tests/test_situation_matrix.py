@@ -200,9 +200,9 @@ def record_launches(buf: Any) -> list[int]:
     launched: list[int] = []
     original = buf.buffers.reducer._launch
 
-    def recorded(group: int) -> None:
+    def recorded(group: int, *, scaled: bool) -> None:
         launched.append(group)
-        original(group)
+        original(group, scaled=scaled)
 
     buf.buffers.reducer._launch = recorded
     return launched

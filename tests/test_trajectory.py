@@ -16,7 +16,7 @@ import torch
 from helpers import RankGroup, params_of
 from trajectory_models import initial_params, make_model
 from trajectory_numbers import Bounds, Outcome, bounds_of, find_problems
-from trajectory_runs import covered_runs, has_16_bit_gradients, train
+from trajectory_runs import covered_runs, is_changed_by_fusion, train
 
 Trajectories = Callable[[int, bool], list[dict[str, Outcome]]]
 
@@ -54,7 +54,7 @@ def test_equals_megatron(trajectories: Trajectories, world: int, compiled: bool)
     ]
     assert not problems, "\n".join(problems)
     runs = [run for run in covered_runs() if run["world_size"] == world]
-    fused = sum(has_16_bit_gradients(run["config"]) for run in runs) if compiled else 0
+    fused = sum(is_changed_by_fusion(run["config"]) for run in runs) if compiled else 0
     assert len(answers[0]) == len(runs) + fused
 
 

@@ -22,6 +22,8 @@ from megabuf_fx.runtime.transports import AllToAllReduceScatter
 
 LR = 0.01
 EPS = 1e-8
+GPTS = ("gpt", "gpt_untied")
+"""Models with embeddings."""
 
 Run = dict[str, Any]
 
@@ -40,13 +42,18 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16 if config["param_dtype"] == "bf16" else torch.float32
 
 
+def is_changed_by_fusion(config: dict[str, Any]) -> bool:
+    """Whether fused accumulation rounds otherwise: 16-bit gradients, and tables whose bf16 rows are added in fp32."""
+    return has_16_bit_gradients(config) or (config["param_dtype"] == "bf16" and config["model"] in GPTS)
+
+
 def has_16_bit_gradients(config: dict[str, Any]) -> bool:
     """Whether some gradients are summed over micro-batches in bf16."""
     return config["param_dtype"] == "bf16" and not config["g32"] and not config.get("patterns")
 
 
 def megabuf_config(config: dict[str, Any], inner_compiler: str, *, fused: bool) -> mb.MegabufConfig:
-    """The config of a run, in our names. ``fused`` adds products to 16-bit gradients before they are rounded."""
+    """The config of a run, in our names. ``fused`` adds to gradients before anything is rounded."""
     options: dict[str, Any] = {
         "use_distributed_optimizer": is_sharded(config),
         "dense_layout": not is_sharded(config),
@@ -62,7 +69,7 @@ def megabuf_config(config: dict[str, Any], inner_compiler: str, *, fused: bool) 
         "param_name_patterns_for_fp32_local_accumulation": tuple(config.get("patterns") or ()),
         "num_distributed_optimizer_instances": config.get("instances", 1),
         # Into fp32 a product is rounded to bf16 first, as everywhere on the CPU, so it makes no difference there.
-        "gradient_accumulation_fusion": fused or not has_16_bit_gradients(config),
+        "gradient_accumulation_fusion": fused or not is_changed_by_fusion(config),
         # As Megatron, and without a collective of flags.
         "find_unused_parameters": False,
         "inner_compiler": inner_compiler,

@@ -105,26 +105,26 @@ def run(name: str, layers: int, cache: str, args: argparse.Namespace) -> dict[st
 
 def measure(layers: int, number: int, args: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
     """One round at one depth, by contestant and cache; ``number`` decides who comes first."""
-    names = list(CONTESTANTS)
+    names = list(args.contestants)
     start = number % len(names)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in names[start:] + names[:start]:
         with tempfile.TemporaryDirectory(prefix="compile_bench") as cache:
-            found[name] = {kind: run(name, layers, cache, args) for kind in CACHES}
+            found[name] = {kind: run(name, layers, cache, args) for kind in args.caches}
     return found
 
 
 def rows_of(layers: str, rounds: list[Any]) -> list[list[str]]:
     rows = []
-    for name in CONTESTANTS:
+    for name in rounds[0]:
         row = [layers, name]
-        for kind in CACHES:
+        for kind in rounds[0][name]:
             seconds = [entry[name][kind]["cpu"] for entry in rounds]
             ratios = [entry[name][kind]["cpu"] / entry[BASE][kind]["cpu"] for entry in rounds]
             row += [f"{statistics.median(seconds):.2f}", spread(ratios)]
-        cold, warm = (rounds[-1][name][kind] for kind in CACHES)
-        hits = f"{warm['fx_hit']:.0f} of {warm['fx_hit'] + warm['fx_miss']:.0f}"
-        rows.append([*row, f"{cold['kernels']:.0f}", f"{cold['cpp_runs']:.0f}", hits])
+        first, last = (list(rounds[-1][name].values())[place] for place in (0, -1))
+        hits = f"{last['fx_hit']:.0f} of {last['fx_hit'] + last['fx_miss']:.0f}"
+        rows.append([*row, f"{first['kernels']:.0f}", f"{first['cpp_runs']:.0f}", hits])
     return rows
 
 
@@ -143,8 +143,13 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=int, default=4)
     add("--inner", choices=("inductor", "aot_eager"), default="inductor", help="aot_eager: against torch's aot_eager")
     add("--json", type=Path, help="write every sample here")
+    add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS), help=f"with {BASE}")
+    add("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="warm only after cold")
     add("--work", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if BASE not in args.contestants or args.caches[0] != "cold":
+        parser.error(f"--contestants must have {BASE}, and --caches begin with cold")
+    return args
 
 
 def main() -> None:
@@ -159,7 +164,8 @@ def main() -> None:
             if args.json is not None:  # after every round, as one takes minutes
                 args.json.write_text(json.dumps({"torch": torch.__version__, "rounds": found}, indent=1) + "\n")
     rows = [row for layers, rounds in found.items() for row in rows_of(layers, rounds)]
-    headers = ["layers", "", "cold s", "ratio", "warm s", "ratio", "kernels", "C++ runs", "warm FX cache hits"]
+    timed = [header for kind in args.caches for header in (f"{kind} s", "ratio")]
+    headers = ["layers", "", *timed, "kernels", "C++ runs", f"{args.caches[-1]} FX cache hits"]
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
 
 
