@@ -77,7 +77,7 @@ another run: measured 8.1e-4, 3.4e-3 times the norm (up to 4) and 3.9e-3."""
 
 
 GPT_BF16_FUSED_BOUNDS = Bounds(loss=5e-3, grad_norm=5e-2, final=4e-2)
-"""Rows of embeddings are added to fp32 tables as they are, where plain torch rounds their sums to bf16 first: other bits
+"""Rows of embeddings are added to fp32 tables as they are, plain torch rounds their sums to bf16 first: other bits
 from the first step on, with what ``GPT_BF16_BOUNDS`` says of them. Measured 1.8e-3, 2.5e-2 and 2.2e-2."""
 
 
