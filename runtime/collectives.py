@@ -186,7 +186,7 @@ class ProcessGroupComm:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         if self.is_gloo:
-            # Gloo's own receives into a temporary of the bucket's size and copies; it takes more than twice as long.
+            # Gloo's own receives into a temporary of the bucket's size and copies; it is faster on slow links only.
             return self._broadcast_each(full.view(self.size, -1).unbind())
         work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard), work)

@@ -4,9 +4,9 @@
 Every rank sends each other rank its chunk and sums what it receives itself, in rank order. With 16-bit gradients the
 sum has fp32 accuracy at the traffic of 16 bits (Megatron ``reduce_scatter_with_fp32_accumulation``, semantics §10), and
 on gloo it is the faster way even in fp32. It needs a temporary of the bucket's size, so one is in flight at a time: the
-next one first finishes its predecessor. The network is idle only for the time of a sum, and compute goes on meanwhile.
-Megatron selects it by replacing a function for the whole process and cannot average with it; here it is an object that
-one buffer uses.
+next one first finishes its predecessor, and where the link is slow the host stands still meanwhile (figures in
+``tests/bench/README.md``). Megatron selects it by replacing a function for the whole process and cannot average with
+it; here it is an object that one buffer uses.
 """
 
 from __future__ import annotations

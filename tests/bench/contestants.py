@@ -112,7 +112,6 @@ def ddp(model: nn.Module, work: Work, *, compiled: bool = False, split: bool = T
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
     optimizer: torch.optim.Optimizer
     if zero:
-        # With views into its buckets it would take the parameters' memory from under the compiled graphs.
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
