@@ -179,10 +179,11 @@ class GradReducer:
 
     def _launch(self, group: int, *, scaled: bool) -> None:
         is_scattered = self.plan.sharded and not self.force_all_reduce
+        factor = 1.0 if scaled else self.factor_of(group)
         for bucket in self.plan.groups[group].buckets:
             self.buffers[bucket.buffer].round_promoted(bucket.params)
-            if not scaled and self.factor_of(group) != 1:
-                self.full_grad(bucket).mul_(self.factor_of(group))
+            if factor != 1:
+                self.full_grad(bucket).mul_(factor)
         start_reduction_(self._full_grads(group), self._handle, group, is_scattered)
         self.phases[group] = GradPhase.REDUCING
         self.is_complete[group] = not is_scattered
