@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megabuf_fx.dump import FORMAT_VERSION
+
 PROGRAM = """
 import torch
 import megabuf_fx as mb
@@ -57,5 +59,5 @@ def test_artifacts_and_logger_names(tmp_path: Path) -> None:
     for record, payload in found.values():
         assert (record["frame_id"], record["frame_compile_id"]) == (0, 0)
         if record["artifact"]["encoding"] == "json":
-            assert json.loads(payload)["format_version"] == 2
+            assert json.loads(payload)["format_version"] == FORMAT_VERSION
     assert "megabuf.start_grad_sync.default" in found["megabuf_graph0_backward_accumulate_sync"][1]
