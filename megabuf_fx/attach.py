@@ -31,9 +31,9 @@ from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.options import RuntimeOptions
 from megabuf_fx.runtime.plan import BucketPlan
 from megabuf_fx.runtime.transports import CommPair, Communicators, make_comm_pair
-from megabuf_fx.traced_backward import TracedBackward, check_example_inputs, trace_model
+from megabuf_fx.traced_step import TracedStep, check_example_inputs, trace_model
 
-Trace = Callable[[Sequence[nn.Parameter], MegabufConfig], TracedBackward]
+Trace = Callable[[Sequence[nn.Parameter], MegabufConfig], TracedStep]
 """From the trainable parameters to their backward."""
 
 log = logging.getLogger("megabuf_fx.attach")
@@ -69,7 +69,7 @@ def attach(
         RuntimeError: several processes were started but ``torch.distributed`` is not initialized.
     """
 
-    def trace(params: Sequence[nn.Parameter], config: MegabufConfig) -> TracedBackward:
+    def trace(params: Sequence[nn.Parameter], config: MegabufConfig) -> TracedStep:
         return trace_model(
             model, check_example_inputs(example_inputs), use_decompositions=config.inner_compiler == "inductor"
         )
@@ -103,7 +103,7 @@ def attach_traced(
     problem: str | None = None
     error: Exception | None = None
     specs: list[ParamSpec] = []
-    traced: TracedBackward | None = None
+    traced: TracedStep | None = None
     try:
         check_model(model, named, [handle.buffers for handle in live_handles()])
         specs = [spec_of(name, param) for name, param in named]
@@ -160,7 +160,7 @@ def attach_traced(
 
 
 def _choose_buckets(
-    traced: TracedBackward,
+    traced: TracedStep,
     plan_of: Callable[..., BucketPlan],
     config: MegabufConfig,
     comms: Communicators,

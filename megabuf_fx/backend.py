@@ -19,8 +19,8 @@ from megabuf_fx.attach import attach_traced
 from megabuf_fx.config import MegabufConfig, suggest
 from megabuf_fx.handle import MegabufHandle, find_handles
 from megabuf_fx.saved_graph import cache_tag
-from megabuf_fx.traced_backward import TracedBackward, trace_graph
 from megabuf_fx.traced_graph import TracedGraph
+from megabuf_fx.traced_step import TracedStep, trace_graph
 
 log = logging.getLogger("megabuf_fx.backend")
 
@@ -170,7 +170,7 @@ def _find_or_attach(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     config = MegabufConfig(**{"use_distributed_optimizer": False, **options})
     log.info("attaching %s, the root module of the first compiled graph", type(roots[0]).__name__)
 
-    def trace(params: Sequence[nn.Parameter], config: MegabufConfig) -> TracedBackward:
+    def trace(params: Sequence[nn.Parameter], config: MegabufConfig) -> TracedStep:
         return trace_graph(
             gm,
             example_inputs,

@@ -16,11 +16,13 @@ an earliest prefix is always part of an earliest whole, and the end is all that 
 ``T``: starts of buckets are aligned, so the size of a bucket follows from ``i`` and ``j`` alone.
 
 [Note: few candidates]
-Dropping the last parameters of a schedule makes nothing later, so ``f`` does not fall with ``j``. Prefixes that have
-been sent at ``R(j)`` are therefore those up to some ``m``, and of them ``i = m`` leaves least to send. Beyond ``m`` the
-link is never idle, and then ``f(i) - size of [0, i) * time per element`` does not fall either: the first is the best.
-Two candidates remain. Padding blurs the second argument by at most one bucket's padding, so the search goes on until
-that cannot help, at most over ``NEAR`` places; further away two cuts can differ by the rounding of their ends only.
+Dropping the last parameters of a schedule makes nothing later, so ``f`` does not fall with ``j``. Starts that a limit
+on sizes, or a parameter apart, leaves are those from some place on, and that place does not fall with ``j`` either.
+Prefixes that have been sent at ``R(j)`` are therefore those up to some ``m``, and of them ``i = m`` leaves least to
+send. Beyond ``m`` the link is never idle, and then ``f(i) - size of [0, i) * time per element`` does not fall either:
+the first is the best. Two candidates remain. Padding blurs the second argument by at most one bucket's padding, so the
+search goes on until that cannot help, at most over ``NEAR`` places; further away two cuts can differ by the rounding of
+their ends only.
 """
 
 from __future__ import annotations
@@ -64,12 +66,13 @@ def choose_cuts(
     *,
     end_us: float = 0.0,
     apart: Collection[int] = (),
+    largest: int | None = None,
 ) -> tuple[int, ...]:
     """Cut ``len(sizes)`` parameters into buckets; where they end, the last one included.
 
     ``sizes`` are elements, ``ready`` microseconds at which gradients are complete, both in buffer order. Minimal is
     ``max(end of the last reduction, end_us) + buckets * bucket_us``; of equal ones the fewest buckets are taken. The
-    parameters in ``apart`` get buckets of their own.
+    parameters in ``apart`` get buckets of their own; a bucket of several parameters has at most ``largest`` elements.
 
     Raises:
         ValueError: lengths differ.
@@ -78,7 +81,7 @@ def choose_cuts(
         raise ValueError(f"{len(sizes)} sizes but {len(ready)} times")
     if not sizes:
         return ()
-    problem = _Problem(sizes, ready, costs, apart)
+    problem = _Problem(sizes, ready, costs, apart, largest)
 
     def value(finish: float, buckets: int) -> float:
         return max(finish, end_us) + buckets * costs.bucket_us
@@ -93,7 +96,7 @@ def choose_cuts(
         current = [0.0] * (problem.count + 1)
         choices.append(problem.add_bucket(previous, current))
         found = value(current[-1], buckets)
-        if best == math.inf or found < best * (1 - _TIE):
+        if found < best * (1 - _TIE):
             best, best_cuts = found, _backtrack(choices)
         if best <= value(earliest[-1], buckets + 1) * (1 + _TIE):
             return best_cuts
@@ -114,7 +117,14 @@ def _backtrack(choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
 class _Problem:
     """Sizes and times as running sums."""
 
-    def __init__(self, sizes: Sequence[int], ready: Sequence[float], costs: CutCosts, apart: Collection[int]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        ready: Sequence[float],
+        costs: CutCosts,
+        apart: Collection[int],
+        largest: int | None,
+    ) -> None:
         self.count = len(sizes)
         self._costs = costs
         self._ready = [0.0, *itertools.accumulate(ready, max)]
@@ -123,16 +133,19 @@ class _Problem:
         self._ends = [0, *(start + size for start, size in zip(self._starts, sizes))]
         forced = sorted({cut for place in apart for cut in (place, place + 1)} - {0, self.count})
         self.most = min(self.count, max(len(forced) + 1, min(MAX_BUCKETS, MAX_CELLS // self.count)))
-        self._first = self._first_starts(forced)
+        self._first = self._first_starts(forced, math.inf if largest is None else largest)
         self._blur = (costs.divisor + costs.alignment - 2) * costs.element_us
 
-    def _first_starts(self, forced: Sequence[int]) -> list[int]:
-        """For each end, the first start that skips no forced cut."""
-        found, passed = [0], 0
+    def _first_starts(self, forced: Sequence[int], largest: float) -> list[int]:
+        """For each end, the first start of a bucket that skips no forced cut and is not too large."""
+        found, passed, start = [0], 0, 0
         for end in range(1, self.count + 1):
             while passed < len(forced) and forced[passed] < end:
                 passed += 1
-            found.append(forced[passed - 1] if passed else 0)
+            start = max(start, forced[passed - 1] if passed else 0)
+            while start + 1 < end and self._ends[end] - self._starts[start] > largest:
+                start += 1
+            found.append(start)
         return found
 
     def add_bucket(self, previous: Sequence[float], current: list[float]) -> list[int]:

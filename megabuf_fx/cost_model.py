@@ -99,6 +99,10 @@ class Route:
         """From the start of the reduction of ``nbytes`` of gradients to its end."""
         return self.reduce_messages * link.alpha_us + link.time_of_bytes(self.reduce_share * nbytes)
 
+    def gather_time(self, link: Link, nbytes: float) -> float:
+        """From the start of the gather of ``nbytes`` of parameters to its end, when it has the link to itself."""
+        return self.gather_latency(link) + link.time_of_bytes(self.gather_messages / self.ranks * nbytes)
+
     def gather_latency(self, link: Link) -> float:
-        """What a gather takes beyond its bytes, which travel however they are cut."""
+        """What a gather takes beyond its bytes."""
         return self.gather_messages * link.alpha_us

@@ -16,7 +16,7 @@ from megabuf_fx.passes.graph_utils import written_param
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import start_grad_sync
 from megabuf_fx.runtime.plan import BucketPlan
-from megabuf_fx.runtime.transports import AllToAllReduceScatter
+from megabuf_fx.runtime.transports import AllToAllReduceScatter, ExchangeReduceScatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,9 @@ def transport_as_json(model: ModelBuffers) -> dict[str, Any]:
         "overlap_param_gather": model.options.overlap_param_gather,
         "param_gather_prefetch": model.options.param_gather_prefetch,
         "scales": [channel.scaling.factor != 1 for channel in channels],
-        "sums": [isinstance(channel.reduce_scatter, AllToAllReduceScatter) for channel in channels],
+        "sums": [
+            isinstance(channel.reduce_scatter, (AllToAllReduceScatter, ExchangeReduceScatter)) for channel in channels
+        ],
     }
 
 

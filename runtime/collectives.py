@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,13 +28,20 @@ class CollectiveError(RuntimeError):
     """A collective failed or timed out; the message names what it carried."""
 
 
+class HasFuture(Protocol):
+    """A ``dist.Work``, or several of them that finish together."""
+
+    def get_future(self) -> Any:
+        """Of torch or of ``concurrent.futures``; ``RuntimeError`` where the backend has none."""
+
+
 class PendingWork(NamedTuple):
     """A collective in flight."""
 
     wait: Callable[[], object]
     keep_alive: tuple[Tensor, ...]
     """Tensors that the collective reads or writes until ``wait`` returns."""
-    work: dist.Work | None = None
+    work: HasFuture | None = None
     """Tells a profile when the collective has finished; None where several follow each other."""
 
 
@@ -186,17 +194,14 @@ class ProcessGroupComm:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         if self.is_gloo:
-            # Gloo's own receives into a temporary of the bucket's size and copies; it is faster on slow links only.
-            return self._broadcast_each(full.view(self.size, -1).unbind())
+            return self._gather_by_exchange(full.view(self.size, -1).unbind())
         work = _all_gather(full, shard, group=self.group, async_op=True)
         return PendingWork(_waiter(work), (full, shard), work)
 
     def all_gather_v(self, slices: Sequence[Tensor]) -> PendingWork:
-        # Gloo gathers equal sizes only, and NCCL does by broadcasts what it does for others.
-        return self._broadcast_each(slices)
-
-    def _broadcast_each(self, slices: Sequence[Tensor]) -> PendingWork:
-        """Slice ``i`` comes from rank ``i``; in place, without temporaries."""
+        if self.is_gloo:
+            return self._gather_by_exchange(slices)
+        # NCCL gathers equal sizes only.
         works = [
             dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
             for rank, part in enumerate(slices)
@@ -210,6 +215,24 @@ class ProcessGroupComm:
 
         # They are finished in this order, or nearly so.
         return PendingWork(wait, tuple(slices), works[-1] if works else None)
+
+    def _gather_by_exchange(self, slices: Sequence[Tensor]) -> PendingWork:
+        return self.exchange(slices, [slices[self.rank]] * self.size)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
+        """Gloo: ``sent[i]`` goes to rank ``i``, whose ``received[self.rank]`` has its size; own places are left alone.
+
+        Gloo's own all-gather takes a temporary and equal sizes. And all of its collectives run two at a time and send
+        before they are ready to receive, so that on a slow link the directions of a large message follow each other.
+        Here all receives are there first, whatever is ahead of them; figures in ``tests/bench/README.md``.
+        """
+        distances = range(1, self.size)
+        sources = [(self.rank - distance) % self.size for distance in distances]
+        targets = [(self.rank + distance) % self.size for distance in distances]
+        works = [dist.irecv(received[i], group=self.group, group_src=i) for i in sources if received[i].numel()]
+        works += [dist.isend(sent[i], group=self.group, group_dst=i) for i in targets if sent[i].numel()]
+        work = _Works([_waiter(work) for work in works])
+        return PendingWork(work.wait, (*received, *sent), work)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
@@ -276,6 +299,33 @@ def _new_subgroup(make: Callable[..., dist.ProcessGroup]) -> dist.ProcessGroup:
             if "already been created" not in str(error):
                 raise
             dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="megabuf_count")
+
+
+class _Works:
+    """Gloo's point-to-point works, waited for together: each can be waited for once, and they have no futures."""
+
+    def __init__(self, waits: Sequence[Callable[[], object]]) -> None:
+        self._waits = list(waits)
+        self._future: Future[None] | None = None
+
+    def wait(self) -> None:
+        if self._future is None:
+            self._wait_here()
+        else:
+            self._future.result()
+
+    def get_future(self) -> Future[None]:
+        """From now on a thread waits, which only a profile is worth."""
+        if self._future is None:
+            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megabuf_works")
+            self._future = pool.submit(self._wait_here)
+            pool.shutdown(wait=False)
+        return self._future
+
+    def _wait_here(self) -> None:
+        while self._waits:
+            self._waits[0]()
+            del self._waits[0]
 
 
 def _reduce_op(average: bool) -> dist.ReduceOp.RedOpType:

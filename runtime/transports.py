@@ -2,18 +2,30 @@
 
 [Note: all-to-all reduce-scatter]
 Every rank sends each other rank its chunk and sums what it receives itself, in rank order. With 16-bit gradients the
-sum has fp32 accuracy at the traffic of 16 bits (Megatron ``reduce_scatter_with_fp32_accumulation``, semantics §10), and
-on gloo it is the faster way even in fp32. It needs a temporary of the bucket's size, so one is in flight at a time: the
-next one first finishes its predecessor, and where the link is slow the host stands still meanwhile (figures in
-``tests/bench/README.md``). Megatron selects it by replacing a function for the whole process and cannot average with
-it; here it is an object that one buffer uses.
+sum has fp32 accuracy at the traffic of 16 bits (Megatron ``reduce_scatter_with_fp32_accumulation``, semantics §10).
+Megatron selects it by replacing a function for the whole process and cannot average with it; here it is an object that
+one buffer uses. What is received is a temporary, so one reduction is in flight at a time: the next one first makes the
+stream wait for its predecessor.
+
+[Note: exchange]
+On gloo the same is the faster way even in fp32. Gloo's all-to-all sends before it is ready to receive, so that the two
+directions of a message that is larger than the sockets' buffers follow each other; such ones are exchanged by sends and
+receives between every two ranks, which costs more of the processor. The wait for a predecessor would be one of the
+host, for as long as the link is slow; so the next reduction finishes those predecessors that have arrived, and on a
+fast link there is one temporary all the same (figures in ``tests/bench/README.md``). Of sends and receives gloo does
+not say what has arrived. Each chunk is therefore received over a mark in its last byte, and a mark that is gone says
+that waiting will not take long. Nothing else depends on it: a gradient that ends in the mark, which is that of negative
+numbers beyond 1.7e38 and of NaN, is summed by whoever needs it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,53 +34,106 @@ from torch import Tensor
 
 from megabuf_fx.runtime.collectives import Comm, FakeComm, LocalComm, PendingWork, ProcessGroupComm
 
+LARGE_MESSAGE = 4 * 2**20
+"""Bytes from which on gloo's all-to-all uses one direction of the link at a time; see [Note: exchange]."""
+_MARK = 0xFF
+
 ReduceScatter = Callable[[Tensor, Tensor, bool], PendingWork]
 """``reduce_scatter(shard, full, average)``; ``shard`` is this rank's slice of ``full``, the rest of which stays."""
 
 
 class AllToAllReduceScatter:
-    """Reduce-scatter by all-to-all and a local sum with fp32 accumulation; see [Note: all-to-all reduce-scatter].
-
-    The previous reduction is finished before the next is started, so that one temporary is alive at most.
-    """
+    """Reduce-scatter of 16-bit gradients with fp32 accumulation; see [Note: all-to-all reduce-scatter]."""
 
     def __init__(self, comm: ProcessGroupComm) -> None:
         self._comm = comm
-        self._previous: Callable[[], None] = lambda: None
+        self._previous: _Reduction | None = None
 
     def __call__(self, shard: Tensor, full: Tensor, average: bool) -> PendingWork:
-        self._previous()
+        if self._previous is not None:
+            self._previous.finish_early()
         received = torch.empty_like(full)
         work = self._comm.all_to_all(received, full)
-        # Dropped together, as gloo's works hold their tensors.
-        pending = [(received, work)]
-
-        def finish() -> None:
-            # Waited for by the next reduction or by whoever needs the result, whoever comes first.
-            if not pending:
-                return
-            pending[0][1].wait()
-            chunks, _ = pending.pop()
-            _sum_chunks(shard, chunks.view(self._comm.size, -1), self._comm.size if average else 1)
-
-        self._previous = finish
-        return PendingWork(finish, (shard, full), work.work)
+        divisor = self._comm.size if average else 1
+        self._previous = _Reduction(work, partial(_sum_rows, shard, divisor, received.view(self._comm.size, -1)))
+        return PendingWork(self._previous.finish, (shard, full), work.work)
 
 
-def _sum_chunks(shard: Tensor, chunks: Tensor, divisor: int) -> None:
-    if shard.dtype == torch.float32:
-        # One pass for each rank but the first: torch.sum over rows takes four times as long for two of them.
-        total, *others = chunks.unbind()
-        for chunk in others:
-            total = torch.add(total, chunk, out=shard)
-        if not others:
-            shard.copy_(total)
-        if divisor != 1:
-            shard.div_(divisor)
-        return
-    total = torch.sum(chunks, dim=0, dtype=torch.float32)
-    # Divided before it is rounded.
+class ExchangeReduceScatter:
+    """Reduce-scatter over gloo with fp32 accumulation; see [Note: exchange]."""
+
+    def __init__(self, comm: ProcessGroupComm) -> None:
+        self._comm = comm
+        self._in_flight: deque[_Reduction] = deque()
+
+    def __call__(self, shard: Tensor, full: Tensor, average: bool) -> PendingWork:
+        while self._in_flight and self._in_flight[0].has_arrived:
+            self._in_flight.popleft().finish_early()
+        size, rank = self._comm.size, self._comm.rank
+        is_large = shard.nbytes >= LARGE_MESSAGE
+        # Of a large one, nothing comes from this rank itself.
+        received = shard.new_empty(size - 1 if is_large else size, shard.numel())
+        marks = [row.view(torch.uint8)[-1] for row in received]
+        for mark in marks:
+            mark.fill_(_MARK)
+        chunks = list(received)
+        if is_large:
+            chunks.insert(rank, shard)
+            work = self._comm.exchange(chunks, full.view(size, -1).unbind())
+        else:
+            work = self._comm.all_to_all(received.view(-1), full)
+        divisor = size if average else 1
+        self._in_flight.append(_Reduction(work, partial(_sum_in_turn, shard, divisor, chunks), marks))
+        return PendingWork(self._in_flight[-1].finish, (shard, full), work.work)
+
+
+class _Reduction:
+    """Messages and their sum, made by a later reduction or by whoever needs it, whoever comes first."""
+
+    def __init__(self, work: PendingWork, add_up: Callable[[], None], marks: Sequence[Tensor] = ()) -> None:
+        # Dropped together, as all of them hold what is received.
+        self._pending = [(work, add_up, marks)]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether ``finish`` will not wait long, by the marks."""
+        return all(mark.item() != _MARK for _, _, marks in self._pending for mark in marks)
+
+    def finish(self) -> None:
+        if not self._pending:
+            return
+        self._pending[0][0].wait()
+        _, add_up, _ = self._pending.pop()
+        add_up()
+
+    def finish_early(self) -> None:
+        """``finish`` for a later reduction: a failure is raised again by whoever waits for this one, with its name."""
+        with contextlib.suppress(RuntimeError):
+            self.finish()
+
+
+def _sum_rows(shard: Tensor, divisor: int, rows: Tensor) -> None:
+    """Write the sum of ``rows``, in fp32 and divided before it is rounded, to ``shard``."""
+    total = torch.sum(rows, dim=0, dtype=torch.float32)
     shard.copy_(total.div_(divisor) if divisor != 1 else total)
+
+
+def _sum_in_turn(shard: Tensor, divisor: int, addends: Sequence[Tensor]) -> None:
+    """The same of ``addends``, of which ``shard`` may be one and which are overwritten. One pass for each: with two
+    ranks, torch.sum over rows takes four times as long."""
+    total, *rest = addends
+    if shard.dtype != torch.float32:
+        total = total.float()
+        for addend in rest:
+            total += addend
+        shard.copy_(total.div_(divisor) if divisor != 1 else total)
+        return
+    if not rest:
+        shard.copy_(total)
+    for addend in rest:
+        total = torch.add(total, addend, out=shard if addend is rest[-1] else addend)
+    if divisor != 1:
+        shard.div_(divisor)
 
 
 class HybridComm:
@@ -230,7 +295,8 @@ def choose_reduce_scatter(comm: Comm, grad_dtype: torch.dtype, *, with_fp32_accu
     """The reduce-scatter of a buffer with gradients of ``grad_dtype``; ``comm`` has several ranks or is the
     identity."""
     if isinstance(comm, ProcessGroupComm):
-        by_all_to_all = comm.is_gloo if grad_dtype == torch.float32 else with_fp32_accumulation
-        if by_all_to_all:
+        if comm.is_gloo and (grad_dtype == torch.float32 or with_fp32_accumulation):
+            return ExchangeReduceScatter(comm)
+        if grad_dtype != torch.float32 and with_fp32_accumulation:
             return AllToAllReduceScatter(comm)
     return lambda shard, full, average: comm.reduce_scatter(shard, full, average=average)

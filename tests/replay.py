@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megabuf_fx as mb
 from megabuf_fx.runtime.collectives import ProcessGroupComm
-from megabuf_fx.runtime.transports import AllToAllReduceScatter
+from megabuf_fx.runtime.transports import ExchangeReduceScatter
 
 
 class Sent(NamedTuple):
@@ -48,8 +48,8 @@ class Seen(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Sent]]:
-    """Reductions and gathers started meanwhile. What gloo sends for a reduce-scatter is an all-to-all of the same size;
-    here it counts as what it stands for. The flags of used parameters are not in it."""
+    """Reductions and gathers started meanwhile. What is exchanged for a reduce-scatter over gloo counts as
+    what it stands for. The flags of used parameters are not in it."""
     found: list[Sent] = []
 
     def watch(cls: type, name: str, op: str | None, full: int) -> mock._patch[Any]:
@@ -69,7 +69,7 @@ def recorded() -> Iterator[list[Sent]]:
         watch(ProcessGroupComm, "all_reduce", "all_reduce", 0),
         watch(ProcessGroupComm, "reduce_scatter", "reduce_scatter", 1),
         watch(ProcessGroupComm, "all_gather", "all_gather", 0),
-        watch(AllToAllReduceScatter, "__call__", None, 1),
+        watch(ExchangeReduceScatter, "__call__", None, 1),
     ):
         yield found
 

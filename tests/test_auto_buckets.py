@@ -25,7 +25,7 @@ from megabuf_fx.cost_model import Device, Link
 from megabuf_fx.planning import plan_model
 from megabuf_fx.runtime.layout import BucketEnds, ParamSpec, default_bucket_size
 from megabuf_fx.runtime.plan import BucketPlan
-from megabuf_fx.traced_backward import NodeCost, TracedBackward
+from megabuf_fx.traced_step import NodeCost, TracedStep
 
 DEVICE = Device(tflops=1, memory_gbs=1, op_us=1)
 """An operation of ``n`` kB takes ``n`` microseconds."""
@@ -40,14 +40,16 @@ RATES: dict[str, Any] = {
 AUTO: dict[str, Any] = {"bucket_size": "auto", "inner_compiler": "aot_eager", **RATES}
 
 
-def traced(times: Sequence[int]) -> TracedBackward:
-    """A gradient after each time, in microseconds, in reverse definition order."""
+def traced(times: Sequence[int]) -> TracedStep:
+    """A gradient after each time, in microseconds, in reverse definition order; the forward reads the parameters in
+    order and takes as long."""
     nodes = tuple(NodeCost("compute", 0, 1000 * time) for time in times)
-    return TracedBackward(nodes, tuple(range(len(times), 0, -1)))
+    count = len(times)
+    return TracedStep(nodes[::-1], tuple(range(count)), nodes, tuple(range(count, 0, -1)))
 
 
 @st.composite
-def models(draw: st.DrawFn, *, one_buffer: bool = False) -> tuple[list[ParamSpec], TracedBackward]:
+def models(draw: st.DrawFn, *, one_buffer: bool = False) -> tuple[list[ParamSpec], TracedStep]:
     count = draw(st.integers(1, 6 if one_buffer else 12))
     dtypes = [torch.float32] if one_buffer else [torch.float32, torch.bfloat16]
     specs = [
@@ -68,6 +70,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"use_distributed_optimizer": False},
     {"use_distributed_optimizer": False, "dense_layout": True},
     {"num_distributed_optimizer_instances": 2},
+    {"overlap_param_gather": True},
     {"grad_reduce_in_fp32": True, "pad_buckets_for_high_nccl_busbw": True},
     {"layer_wise_optimizer": True},
 ]
@@ -79,10 +82,10 @@ def make_planner(config: mb.MegabufConfig, specs: Sequence[ParamSpec]) -> Callab
     return lambda size: plan_model(config, specs, dp_size=4, expert_dp_size=2, bucket_size=size)
 
 
-def waiting_of(plan: BucketPlan, backward: TracedBackward, link: Link, config: mb.MegabufConfig) -> float:
+def waiting_of(plan: BucketPlan, backward: TracedStep, link: Link, config: mb.MegabufConfig) -> float:
     routes = {index: route_of(plan, layout, config) for index, layout in enumerate(plan.layouts)}
-    ready, end = backward.times(DEVICE)
-    return predict_waiting(plan, ready, end, routes=routes, link=link)
+    overlaps_gather = config.overlap_param_gather
+    return predict_waiting(plan, backward.times(DEVICE), routes=routes, link=link, overlaps_gather=overlaps_gather)
 
 
 links = st.builds(Link, gbps=st.sampled_from([0.5, 5, 100]), alpha_us=st.sampled_from([0, 1, 10]))
@@ -91,7 +94,7 @@ links = st.builds(Link, gbps=st.sampled_from([0.5, 5, 100]), alpha_us=st.sampled
 @settings(max_examples=150, deadline=None)
 @given(models(), st.sampled_from(CONFIGS), links)
 def test_never_predicted_worse_than_a_fixed_size(
-    model: tuple[list[ParamSpec], TracedBackward], options: dict[str, Any], link: Link
+    model: tuple[list[ParamSpec], TracedStep], options: dict[str, Any], link: Link
 ) -> None:
     specs, backward = model
     config = mb.MegabufConfig(**options)
@@ -116,10 +119,8 @@ def test_never_predicted_worse_than_a_fixed_size(
 
 
 @settings(max_examples=80, deadline=None)
-@given(models(one_buffer=True), st.sampled_from(CONFIGS[:4]), links)
-def test_best_of_all_boundaries(
-    model: tuple[list[ParamSpec], TracedBackward], options: dict[str, Any], link: Link
-) -> None:
+@given(models(one_buffer=True), st.sampled_from(CONFIGS[:4]), links)  # those whose gathers do not overlap
+def test_best_of_all_boundaries(model: tuple[list[ParamSpec], TracedStep], options: dict[str, Any], link: Link) -> None:
     """With one buffer there are no better boundaries."""
     specs, backward = model
     config = mb.MegabufConfig(**options)
@@ -135,9 +136,7 @@ def test_best_of_all_boundaries(
 
 @settings(max_examples=60, deadline=None)
 @given(models(), st.sampled_from(CONFIGS), st.integers(1, 9000))
-def test_ends_describe_any_plan(
-    model: tuple[list[ParamSpec], TracedBackward], options: dict[str, Any], size: int
-) -> None:
+def test_ends_describe_any_plan(model: tuple[list[ParamSpec], TracedStep], options: dict[str, Any], size: int) -> None:
     """The boundaries of a plan with a fixed size give the same places again."""
     planner = make_planner(mb.MegabufConfig(**options), model[0])
     plan = planner(size)
@@ -157,6 +156,50 @@ def test_ranks_and_device_decide() -> None:
     assert choose(Link(0.3, 0.1), plan_of=planner).candidates[0].buckets > 1
     alone = choose(Link(0.3, 0.1), plan_of=lambda size: plan_model(config, specs, dp_size=1, bucket_size=size))
     assert (alone.candidates[0].buckets, alone.candidates[0].waiting_us) == (1, 0.0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(models(), st.integers(1, 9000), links)
+def test_waiting_of_a_forward_is_what_it_would_stand_still(
+    model: tuple[list[ParamSpec], TracedStep], size: int, link: Link
+) -> None:
+    """Played parameter by parameter: each is read when its gather is over, and all gathers started with the forward."""
+    specs, step = model
+    config = mb.MegabufConfig(overlap_param_gather=True)
+    plan = make_planner(config, specs)(size)
+    # No gradient is waited for, as the backward takes forever.
+    step = dataclasses.replace(step, backward=(*step.backward, NodeCost("compute", 0, 10**12)))
+    routes = {index: route_of(plan, layout, config) for index, layout in enumerate(plan.layouts)}
+    link_free = 0.0
+    arrival: dict[int, float] = {}
+    for group in reversed(plan.groups):
+        for bucket in group.buckets:
+            nbytes = sum(specs[param].numel * specs[param].dtype.itemsize for param in bucket.params)
+            link_free += routes[bucket.buffer].gather_time(link, nbytes)
+        arrival |= dict.fromkeys(group.params, link_free)
+    now = computed = 0.0
+    for param, node in enumerate(step.forward):
+        now = max(now, arrival[param]) + DEVICE.time_of(node)
+        computed += DEVICE.time_of(node)
+    assert waiting_of(plan, step, link, config) == pytest.approx(now - computed)
+
+
+def test_gathers_that_overlap_want_small_buckets_in_the_end() -> None:
+    """The link is busy throughout. For reductions alone it does not matter how late gradients are cut."""
+    specs = [ParamSpec(f"p{index}", (1000,), torch.float32) for index in range(16)]
+    step = traced([10] * 16)
+    link = Link(gbps=0.8, alpha_us=0.1)
+    found = {}
+    for overlap in (False, True):
+        config = mb.MegabufConfig(overlap_param_gather=overlap)
+        planner = make_planner(config, specs)
+        choice = choose_buckets(step, DEVICE, link, config=config, plan_of=planner, default_size=10**6)
+        plan = planner(choice.ends)
+        found[overlap] = plan, [len(group.params) for group in plan.groups], choice.candidates[0]
+    overlapped = mb.MegabufConfig(overlap_param_gather=True)
+    assert found[False][1][-1] > found[True][1][-1]
+    assert found[True][2].name.startswith("auto, at most ")
+    assert found[True][2].waiting_us < waiting_of(found[False][0], step, link, overlapped)
 
 
 def test_default_size_is_megatrons() -> None:

@@ -28,16 +28,36 @@ def cost_of(
 
 
 def best_of_all(
-    sizes: Sequence[int], ready: Sequence[float], costs: CutCosts, end_us: float, apart: Collection[int]
+    sizes: Sequence[int],
+    ready: Sequence[float],
+    costs: CutCosts,
+    end_us: float,
+    apart: Collection[int],
+    largest: int | None,
 ) -> tuple[float, int]:
     count = len(sizes)
     forced = {cut for place in apart for cut in (place, place + 1)} - {0, count}
-    inner = [cuts for n in range(count) for cuts in itertools.combinations(range(1, count), n)]
-    return min(cost_of((*cuts, count), sizes, ready, costs, end_us) for cuts in inner if forced <= set(cuts))
+    inner = [(*cuts, count) for n in range(count) for cuts in itertools.combinations(range(1, count), n)]
+    return min(
+        cost_of(cuts, sizes, ready, costs, end_us)
+        for cuts in inner
+        if forced <= set(cuts) and are_small(cuts, sizes, costs, largest)
+    )
+
+
+def are_small(cuts: Sequence[int], sizes: Sequence[int], costs: CutCosts, largest: int | None) -> bool:
+    """Whether no bucket of several parameters has more than ``largest`` elements, padding of starts included."""
+    for start, stop in itertools.pairwise((0, *cuts)):
+        end = 0
+        for size in sizes[start:stop]:
+            end = pad_to_divisor(end, costs.alignment) + size
+        if largest is not None and stop - start > 1 and end > largest:
+            return False
+    return True
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[int], list[float], CutCosts, float, list[int]]:
+def problems(draw: st.DrawFn) -> tuple[list[int], list[float], CutCosts, float, list[int], int | None]:
     """Whole numbers and quarters, so that sums of floats are exact."""
     count = draw(st.integers(1, 9))
     sizes = draw(st.lists(st.integers(0, 40), min_size=count, max_size=count))
@@ -51,19 +71,30 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[float], CutCosts, float, 
         bucket_us=draw(st.sampled_from([0, 0, 2, 20])),
     )
     apart = draw(st.lists(st.integers(0, count - 1), max_size=2, unique=True))
-    return sizes, sorted(ready) if draw(st.booleans()) else ready, costs, draw(st.sampled_from([0, 150])), apart
+    largest = draw(st.sampled_from([None, None, 0, 25, 60]))
+    return (
+        sizes,
+        sorted(ready) if draw(st.booleans()) else ready,
+        costs,
+        draw(st.sampled_from([0, 150])),
+        apart,
+        largest,
+    )
 
 
 @settings(max_examples=400, deadline=None)
 @given(problems())
-def test_best_of_all_partitions(problem: tuple[list[int], list[float], CutCosts, float, list[int]]) -> None:
-    sizes, ready, costs, end_us, apart = problem
-    cuts = choose_cuts(sizes, ready, costs, end_us=end_us, apart=apart)
+def test_best_of_all_partitions(
+    problem: tuple[list[int], list[float], CutCosts, float, list[int], int | None],
+) -> None:
+    sizes, ready, costs, end_us, apart, largest = problem
+    cuts = choose_cuts(sizes, ready, costs, end_us=end_us, apart=apart, largest=largest)
     assert list(cuts) == sorted(set(cuts))
     assert cuts[-1] == len(sizes)
     assert {cut for place in apart for cut in (place, place + 1)} <= {0, *cuts}
-    assert cost_of(cuts, sizes, ready, costs, end_us) == best_of_all(sizes, ready, costs, end_us, apart)
-    assert choose_cuts(sizes, ready, costs, end_us=end_us, apart=apart) == cuts
+    assert are_small(cuts, sizes, costs, largest)
+    assert cost_of(cuts, sizes, ready, costs, end_us) == best_of_all(sizes, ready, costs, end_us, apart, largest)
+    assert choose_cuts(sizes, ready, costs, end_us=end_us, apart=apart, largest=largest) == cuts
 
 
 def test_worked_example() -> None:

@@ -1,8 +1,8 @@
 """What is sent in a training run is what Megatron-LM sends: the collectives of the first two steps, one by one.
 
 Same operations, sizes, dtypes and averaging, in the same order and the same part of the step, as recorded on rank 0 in
-``oracle/trajectory.json.gz``; all other ranks send as rank 0 does. A reduce-scatter may be made of an all-to-all and a
-local sum, here as in Megatron (``reduce_scatter_fp32acc``). Deliberate differences, all of which are asserted:
+``oracle/trajectory.json.gz``; all other ranks send as rank 0 does. A reduce-scatter may be made of messages and a local
+sum, here as in Megatron (``reduce_scatter_fp32acc``). Deliberate differences, all of which are asserted:
 
 * Megatron starts no reduction inside the first backward, and gathers parameters in the first forward. Compiled graphs
   know from the beginning what is complete, and ``attach`` has made parameters equal, so nothing is gathered before the

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +15,17 @@ from torch import Tensor, nn
 
 import megabuf_fx as mb
 from megabuf_fx.runtime.collectives import PendingWork, ProcessGroupComm
-from megabuf_fx.runtime.transports import AllToAllReduceScatter, make_comm_pair
+from megabuf_fx.runtime.transports import (
+    LARGE_MESSAGE,
+    AllToAllReduceScatter,
+    ExchangeReduceScatter,
+    make_comm_pair,
+)
 
 
 def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
-    """Of 20 random tensors: whether all-to-all equals fp32 and bf16 reduce-scatter, and left the other shards alone."""
+    """Of 20 random tensors, three ways to reduce each: whether it equals fp32 and bf16 reduce-scatter, and left the
+    other shards alone."""
     pair = make_comm_pair(dist.group.WORLD, name="test")
     comm = pair.grads
     assert isinstance(comm, ProcessGroupComm)
@@ -29,20 +37,26 @@ def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
         def shard_of(tensor: Tensor) -> Tensor:
             return tensor.view(4, -1)[rank]
 
-        wide, narrow, before = full.float(), full.clone(), full.clone()
+        wide, narrow = full.float(), full.clone()
         comm.reduce_scatter(shard_of(wide), wide, average=False).wait()
         comm.reduce_scatter(shard_of(narrow), narrow, average=False).wait()
-        # The shard is a slice of what is sent.
-        work = AllToAllReduceScatter(comm)(shard_of(full), full, False)
-        work.wait()
         others = [part for part in range(4) if part != rank]
-        found.append(
-            (
-                torch.equal(shard_of(full), shard_of(wide).bfloat16()),
-                torch.equal(shard_of(full), shard_of(narrow)),
-                torch.equal(full.view(4, -1)[others], before.view(4, -1)[others]),
+        for transport, limit in (
+            (AllToAllReduceScatter, 0),
+            (ExchangeReduceScatter, 0),
+            (ExchangeReduceScatter, LARGE_MESSAGE),
+        ):
+            after = full.clone()
+            with mock.patch("megabuf_fx.runtime.transports.LARGE_MESSAGE", limit):
+                # The shard is a slice of what is sent.
+                transport(comm)(shard_of(after), after, False).wait()
+            found.append(
+                (
+                    torch.equal(shard_of(after), shard_of(wide).bfloat16()),
+                    torch.equal(shard_of(after), shard_of(narrow)),
+                    torch.equal(after.view(4, -1)[others], full.view(4, -1)[others]),
+                )
             )
-        )
     pair.close()
     return found
 
@@ -51,41 +65,193 @@ def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
 def test_all_to_all_is_fp32_reduce_scatter_rounded_once(ranks: Callable[[int], RankGroup]) -> None:
     """Four ranks: with two, bf16 itself rounds once only."""
     for found in ranks(4).run(reduce_scatters):
-        assert found == [(True, False, True)] * 20
+        assert found == [(True, False, True)] * 60
 
 
 class HoldingComm:
     """A rank of two that gets its own data back; a collective holds its tensors, as gloo's do."""
 
     size = 2
+    rank = 0
 
     def __init__(self) -> None:
         self.received: list[weakref.ref[Tensor]] = []
+        self._arrivals: dict[int, Callable[[], object]] = {}
+        self.errors: dict[int, RuntimeError] = {}
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
-        received.copy_(sent)
-        self.received.append(weakref.ref(received))
-        return PendingWork(lambda: None, (received, sent))
+        return self._start(received, (received, sent), lambda: received.copy_(sent))
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
+        return self._start(received[1], (*received, *sent), lambda: received[1].copy_(sent[1]))
+
+    def _start(self, received: Tensor, held: tuple[Tensor, ...], arrive: Callable[[], object]) -> PendingWork:
+        number = len(self.received)
+        self._arrivals[number] = arrive
+        # A view goes while the memory stays.
+        self.received.append(weakref.ref(received if received._base is None else received._base))
+
+        def wait() -> None:
+            if number in self.errors:
+                raise self.errors[number]
+            self.arrive(number)
+
+        return PendingWork(wait, held)
+
+    def arrive(self, number: int) -> None:
+        """What the collective brings is there now."""
+        self._arrivals.pop(number, lambda: None)()
 
     def alive(self) -> int:
         """Temporaries that something still holds."""
+        gc.collect()
         return sum(reference() is not None for reference in self.received)
 
 
-def test_one_temporary_is_alive() -> None:
+def four_buckets() -> list[Tensor]:
+    return [torch.full((8,), float(number)) for number in range(4)]
+
+
+Transport = type[AllToAllReduceScatter] | type[ExchangeReduceScatter]
+
+
+@pytest.mark.parametrize("kind", [AllToAllReduceScatter, ExchangeReduceScatter])
+def test_one_temporary_is_alive_on_a_fast_link(kind: Transport) -> None:
     """And none when all is reduced, although works and transport are still there."""
     comm = HoldingComm()
-    transport = AllToAllReduceScatter(comm)  # type: ignore[arg-type]
-    buckets = [torch.full((8,), float(number)) for number in range(4)]
+    transport = kind(comm)  # type: ignore[arg-type]
+    buckets = four_buckets()
     works = []
     for full in buckets:
         works.append(transport(full[:4], full, False))
         assert comm.alive() == 1
+        comm.arrive(len(works) - 1)
     for work in works:
         work.wait()
         work.wait()
     assert comm.alive() == 0
     assert [full[0].item() for full in buckets] == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.fixture(params=[False, True], ids=["all to all", "exchange"])
+def both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as small messages, once as large ones."""
+    if request.param:
+        monkeypatch.setattr("megabuf_fx.runtime.transports.LARGE_MESSAGE", 0)
+
+
+@pytest.mark.usefixtures("both_sizes")
+def test_the_host_never_waits_for_a_predecessor() -> None:
+    """Whatever order they arrive in, only the oldest that are there are summed by a launch."""
+    comm = HoldingComm()
+    transport = ExchangeReduceScatter(comm)  # type: ignore[arg-type]
+    buckets = four_buckets()
+    works = [transport(full[:4], full, False) for full in buckets[:3]]
+    assert comm.alive() == 3
+    comm.arrive(0)
+    comm.arrive(2)
+    works.append(transport(buckets[3][:4], buckets[3], False))
+    assert [full[0].item() for full in buckets] == [0.0, 1.0, 2.0, 3.0]
+    assert [reference() is not None for reference in comm.received] == [False, True, True, True]
+    for work in works:
+        work.wait()
+    assert comm.alive() == 0
+    assert [full[0].item() for full in buckets] == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.usefixtures("both_sizes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_looks_like_nothing_received(dtype: torch.dtype) -> None:
+    """NaN in the place of the mark: it is summed late, and is the result."""
+    comm = HoldingComm()
+    transport = ExchangeReduceScatter(comm)  # type: ignore[arg-type]
+    full = torch.ones(8, dtype=dtype)
+    full[7:].view(torch.uint8).fill_(0xFF)
+    work = transport(full[:4], full, False)
+    comm.arrive(0)
+    transport(torch.zeros(4), torch.zeros(8), False).wait()
+    assert full[:4].tolist() == [1.0] * 4
+    work.wait()
+    assert full[:3].tolist() == [2.0] * 3
+    assert full[3].isnan()
+
+
+@pytest.mark.parametrize("kind", [AllToAllReduceScatter, ExchangeReduceScatter])
+def test_a_failure_reaches_the_one_who_waits_for_it(kind: Transport) -> None:
+    """Not the launch that comes after it, which carries another bucket."""
+    comm = HoldingComm()
+    comm.errors[0] = RuntimeError("peer is gone")
+    transport = kind(comm)  # type: ignore[arg-type]
+    buckets = four_buckets()
+    first = transport(buckets[0][:4], buckets[0], False)
+    comm.arrive(0)
+    transport(buckets[1][:4], buckets[1], False).wait()
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        first.wait()
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("is_large", [False, True], ids=["all to all", "exchange"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", range(4))
+def test_sum_is_in_rank_order(
+    rank: int, dtype: torch.dtype, is_large: bool, average: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 bitwise that of adding from the first rank on, whichever rank adds."""
+    torch.manual_seed(rank)
+    addends = torch.randn(4, 64).to(dtype)
+    comm = mock.Mock(size=4, rank=rank)
+
+    def all_to_all(received: Tensor, sent: Tensor) -> PendingWork:
+        assert not is_large
+        received.copy_(addends.view(-1))
+        return PendingWork(lambda: None, ())
+
+    def exchange(received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
+        assert is_large
+        for other in {0, 1, 2, 3} - {rank}:
+            received[other].copy_(addends[other])
+        return PendingWork(lambda: None, ())
+
+    monkeypatch.setattr("megabuf_fx.runtime.transports.LARGE_MESSAGE", 64 if is_large else LARGE_MESSAGE)
+    comm.all_to_all, comm.exchange = all_to_all, exchange
+    full = torch.zeros(4, 64, dtype=dtype)
+    full[rank] = addends[rank]
+    ExchangeReduceScatter(comm)(full[rank], full.view(-1), average).wait()
+    first, *rest = addends.float()
+    for addend in rest:
+        first = first + addend
+    assert torch.equal(full[rank], (first / 4 if average else first).to(dtype))
+
+
+def gathers(rank: int) -> list[list[float]]:
+    """Equal slices, then slices of ``rank`` elements; two gathers in flight, waited for in the other order."""
+    pair = make_comm_pair(dist.group.WORLD, name="test")
+    size = pair.params.size
+    equal, uneven = torch.zeros(2 * size), torch.zeros(sum(range(size)))
+    slices = list(uneven.split(list(range(size))))
+    own = equal.view(size, -1)[rank]
+    own.fill_(rank + 1)
+    slices[rank].fill_(rank + 1)
+    first, second = pair.params.all_gather(equal, own), pair.params.all_gather_v(slices)
+    # As a profile does; then a thread waits.
+    assert second.work is not None
+    future = second.work.get_future()
+    for work in (second, first):
+        work.wait()
+        work.wait()
+    assert future.done()
+    pair.close()
+    return [equal.tolist(), uneven.tolist()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_between_every_two_ranks(ranks: Callable[[int], RankGroup], world: int) -> None:
+    """The first rank has nothing to send in the uneven one."""
+    equal = [float(rank + 1) for rank in range(world) for _ in range(2)]
+    uneven = [float(rank + 1) for rank in range(world) for _ in range(rank)]
+    assert ranks(world).run(gathers) == [[equal, uneven]] * world
 
 
 def accumulated(rank: int) -> list[bool]:

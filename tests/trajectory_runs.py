@@ -18,7 +18,7 @@ from trajectory_models import MicroBatch, count_tokens, make_model, mean_loss, m
 
 import megabuf_fx as mb
 from megabuf_fx.runtime.collectives import LocalComm, ProcessGroupComm
-from megabuf_fx.runtime.transports import AllToAllReduceScatter
+from megabuf_fx.runtime.transports import ExchangeReduceScatter
 
 LR = 0.01
 EPS = 1e-8
@@ -93,7 +93,6 @@ _COLLECTIVES = (
     "all_reduce",
     "reduce_scatter",
     "all_gather",
-    "all_to_all",
     "all_reduce_max",
     "all_gather_object",
     "reduce_scalar",
@@ -104,14 +103,13 @@ _COLLECTIVES = (
 class Recorder:
     """Collectives by step, as they are asked for; on a single rank they are asked for, too, and do nothing.
 
-    What a communicator of several optimizer instances does is recorded where it passes it on, and an all-to-all with
-    its local sum as the reduce-scatter that both are together.
+    What a communicator of several optimizer instances does is recorded where it passes it on, and messages with their
+    local sum as the reduce-scatter that both are together.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.steps: list[list[Sent]] = []
-        self._is_summing = False
 
     def note(self, op: str, tensor: Tensor, *, average: bool = False) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -123,16 +121,15 @@ class Recorder:
             for kind in (LocalComm, ProcessGroupComm):
                 for name in filter(vars(kind).__contains__, _COLLECTIVES):
                     stack.enter_context(mock.patch.object(kind, name, self._noting(name, getattr(kind, name))))
-            call = self._summing(AllToAllReduceScatter.__call__)
-            stack.enter_context(mock.patch.object(AllToAllReduceScatter, "__call__", call))
+            call = self._summing(ExchangeReduceScatter.__call__)
+            stack.enter_context(mock.patch.object(ExchangeReduceScatter, "__call__", call))
             yield
 
     def _noting(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(comm: Any, *tensors: Any, **options: Any) -> Any:
-            if not (op == "all_to_all" and self._is_summing):
-                whole = max((t for t in tensors if isinstance(t, Tensor)), key=Tensor.numel, default=torch.empty(0))
-                self.note(op, whole, average=options.get("average", False))
+            whole = max((t for t in tensors if isinstance(t, Tensor)), key=Tensor.numel, default=torch.empty(0))
+            self.note(op, whole, average=options.get("average", False))
             return function(comm, *tensors, **options)
 
         return call
@@ -141,11 +138,7 @@ class Recorder:
         @functools.wraps(function)
         def call(own: Any, shard: Tensor, full: Tensor, average: bool) -> Any:
             self.note("reduce_scatter", full, average=average)
-            self._is_summing = True
-            try:
-                return function(own, shard, full, average)
-            finally:
-                self._is_summing = False
+            return function(own, shard, full, average)
 
         return call
 

@@ -110,7 +110,7 @@ class BucketGroup:
     is_scaled: bool
     """Gradients are multiplied in a pass of its own before they are sent."""
     is_summed_here: bool
-    """The reduction is an all-to-all, and each rank sums what it has received when the result is needed."""
+    """Each rank sums what it has received itself, when the result is needed."""
 
     @property
     def padding(self) -> int:

@@ -1,4 +1,4 @@
-"""What is noted of a backward that is traced without values."""
+"""What is noted of a forward and a backward that are traced without values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megabuf_fx._compat import compiled_graphs
 from megabuf_fx.cost_model import Device
-from megabuf_fx.traced_backward import NodeCost, TracedBackward, trace_model
+from megabuf_fx.traced_step import NodeCost, StepTimes, TracedStep, trace_model
 
 DEVICE = Device(tflops=1, memory_gbs=10, op_us=1)
 
@@ -38,7 +38,7 @@ class Chain(nn.Module):
         return result
 
 
-def trace(model: nn.Module, *inputs: Any) -> TracedBackward:
+def trace(model: nn.Module, *inputs: Any) -> TracedStep:
     return trace_model(model, inputs, use_decompositions=False)
 
 
@@ -47,14 +47,25 @@ def test_gradients_complete_from_the_last_layer_to_the_first(breaks: bool) -> No
     traced = trace(Chain(breaks), torch.zeros(5, 16))
     unused, *weights = traced.complete[:1] + traced.complete[1::2]
     # Seven operations or more, of which each layer's product comes later than that of the layer after it.
-    assert unused == len(traced.nodes)
+    assert unused == len(traced.backward)
     assert weights == sorted(weights, reverse=True)
     assert len(set(weights)) == 4
     # Two products per layer, but one for the first, whose input has no gradient.
-    assert sum(node.flops for node in traced.nodes) == 7 * 2 * 5 * 16 * 16
-    ready, end = traced.times(DEVICE)
-    assert ready[0] == end
-    assert 0 < min(ready) < max(ready[1:]) <= end
+    assert sum(node.flops for node in traced.backward) == 7 * 2 * 5 * 16 * 16
+    times = traced.times(DEVICE)
+    assert times.ready[0] == times.backward
+    assert 0 < min(times.ready) < max(times.ready[1:]) <= times.backward
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_parameters_are_read_from_the_first_layer_to_the_last(breaks: bool) -> None:
+    traced = trace(Chain(breaks), torch.zeros(5, 16))
+    unused, *weights = traced.first_use[:1] + traced.first_use[1::2]
+    assert unused == len(traced.forward)
+    assert weights == sorted(set(weights))
+    assert sum(node.flops for node in traced.forward) == 4 * 2 * 5 * 16 * 16
+    # The first product needs both parameters of its layer and no computing before it.
+    assert traced.times(DEVICE).needed[1:3] == (0.0, 0.0)
 
 
 def test_gradients_outside_of_graphs() -> None:
@@ -62,11 +73,12 @@ def test_gradients_outside_of_graphs() -> None:
     traced = trace(Chain(eager=True), torch.zeros(5, 16))
     assert traced.complete[-2:] == (0, 0)
     assert min(traced.complete[:-2]) > 0
+    assert traced.first_use[-2:] == (len(traced.forward),) * 2
 
 
 def test_time_of_nodes() -> None:
     nodes = (NodeCost("compute", 0, 20_000), NodeCost("view", 0, 0), NodeCost("compute", 3_000_000, 0))
-    assert TracedBackward(nodes, (1, 3)).times(DEVICE) == ((2.0, 5.0), 5.0)
+    assert TracedStep(nodes, (0, 2), nodes, (1, 3)).times(DEVICE) == StepTimes((0.0, 2.0), (2.0, 5.0), 5.0)
 
 
 @dataclasses.dataclass
@@ -119,7 +131,7 @@ def test_no_memory_is_taken() -> None:
     for layer in model:
         layer.weight = nn.Parameter(torch.ones(1, 1).expand(500_000, 500_000))
     traced = trace(model, torch.zeros(2, 500_000))
-    assert sum(node.flops for node in traced.nodes) == 7 * 2 * 2 * 500_000**2
+    assert sum(node.flops for node in traced.backward) == 7 * 2 * 2 * 500_000**2
 
 
 def test_shared_parameters_count_once() -> None:

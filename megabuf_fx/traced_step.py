@@ -1,8 +1,9 @@
-"""What a model's backward computes, and when each gradient is complete: traced on a copy, before anything is attached.
+"""What a forward and a backward compute, when each parameter is first read and each gradient complete: traced on a
+copy, before anything is attached.
 
 The copy has tensors without memory (fake tensors), so nothing is computed, no memory is taken, and neither the model
 nor torch's random numbers change. Its forward is compiled, as training will compile it, by a backend that only notes
-what each graph of the backward costs; graph breaks give several graphs, in the order in which autograd runs them.
+what each graph costs; graph breaks give several graphs, in the order in which they run.
 """
 
 from __future__ import annotations
@@ -34,19 +35,39 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedBackward:
-    """The nodes of one backward in order, and of each trainable parameter how many of them complete its gradient.
+class StepTimes:
+    """Microseconds of computing; one entry per trainable parameter in tuples."""
 
-    A parameter without gradient counts as complete at the end.
-    """
+    needed: tuple[float, ...]
+    """From the start of the forward until the parameter is first read."""
+    ready: tuple[float, ...]
+    """From the start of the backward until the parameter's gradient is complete."""
+    backward: float
 
-    nodes: tuple[NodeCost, ...]
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """The nodes of a forward and its backward in order, and where each trainable parameter stands between them."""
+
+    forward: tuple[NodeCost, ...]
+    first_use: tuple[int, ...]
+    """How many nodes run before the parameter is read; all of them where no graph reads it, as no graph waits then."""
+    backward: tuple[NodeCost, ...]
     complete: tuple[int, ...]
+    """How many nodes complete the gradient; all of them where there is none."""
 
-    def times(self, device: Device) -> tuple[tuple[float, ...], float]:
-        """Microseconds from the start of the backward at which each gradient is complete, and at which all ends."""
-        ends = [0.0, *itertools.accumulate(device.time_of(node) for node in self.nodes)]
-        return tuple(ends[count] for count in self.complete), ends[-1]
+    def times(self, device: Device) -> StepTimes:
+        """How long all that takes."""
+        starts = _running_time(self.forward, device)
+        ends = _running_time(self.backward, device)
+        return StepTimes(
+            tuple(starts[count] for count in self.first_use), tuple(ends[count] for count in self.complete), ends[-1]
+        )
+
+
+def _running_time(nodes: Sequence[NodeCost], device: Device) -> list[float]:
+    """After 0, 1, 2 ... nodes."""
+    return [0.0, *itertools.accumulate(device.time_of(node) for node in nodes)]
 
 
 def check_example_inputs(example_inputs: object) -> Sequence[Any] | Mapping[str, Any]:
@@ -72,14 +93,14 @@ def check_example_inputs(example_inputs: object) -> Sequence[Any] | Mapping[str,
 
 def trace_model(
     model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], *, use_decompositions: bool
-) -> TracedBackward:
+) -> TracedStep:
     """Trace ``model(*example_inputs)``, or ``model(**example_inputs)``, and the backward of the sum of its outputs.
 
     Raises:
         ValueError: it cannot be traced without values; the message has the cause.
     """
 
-    def run() -> TracedBackward:
+    def run() -> TracedStep:
         with _compat.fake_tensors() as fake_copy:
             traced = fake_copy(model)
             recorder = _Recorder([p for p in traced.parameters() if p.requires_grad], use_decompositions)
@@ -98,7 +119,7 @@ def trace_graph(
     *,
     name: str,
     use_decompositions: bool,
-) -> TracedBackward:
+) -> TracedStep:
     """Trace a Dynamo graph that uses all ``params``, the trainable parameters of the model ``name``.
 
     Raises:
@@ -113,7 +134,7 @@ def trace_graph(
             "attach(model, MegabufConfig(bucket_size='auto'), example_inputs=...) before compiling"
         )
 
-    def run() -> TracedBackward:
+    def run() -> TracedStep:
         with _compat.fake_tensors() as fake_copy:
             values = [_compat.size_hint(x) if isinstance(x, torch.SymInt) else x for x in example_inputs]
             copies = fake_copy(values)
@@ -129,7 +150,7 @@ def trace_graph(
     return _explained(name, run, remedy)
 
 
-def _explained(name: str, run: Callable[[], TracedBackward], remedy: str) -> TracedBackward:
+def _explained(name: str, run: Callable[[], TracedStep], remedy: str) -> TracedStep:
     try:
         return run()
     except Exception as error:
@@ -142,13 +163,15 @@ def _explained(name: str, run: Callable[[], TracedBackward], remedy: str) -> Tra
 
 
 class _Recorder:
-    """A backend that runs graphs as they are and notes what each backward costs."""
+    """A backend that runs graphs as they are and notes what each one costs."""
 
     def __init__(self, params: Sequence[nn.Parameter], use_decompositions: bool) -> None:
         self._params = params
         self._index = {id(param): index for index, param in enumerate(params)}
         self._use_decompositions = use_decompositions
-        self._nodes: list[NodeCost] = []
+        self._forward: list[NodeCost] = []
+        self._first_use: dict[int, int] = {}
+        self._backward: list[NodeCost] = []
         self._in_graphs: dict[int, int] = {}
         self._by_hooks: dict[int, int] = {}
         """Of gradients that no graph returns: those of code after a graph break."""
@@ -158,8 +181,8 @@ class _Recorder:
 
         def inner_compile(graph: GraphModule, _: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
             def run(args: list[Any]) -> Any:
-                if kwargs.get("is_backward"):
-                    self._note(graph, inputs)
+                note = self._note_backward if kwargs.get("is_backward") else self._note_forward
+                note(graph, inputs)
                 values = tuple(args)
                 args.clear()
                 return graph(*values)
@@ -188,25 +211,44 @@ class _Recorder:
         if not losses:
             raise RuntimeError("no output of its forward is a floating-point tensor with a gradient")
         torch.stack([loss.float() for loss in losses]).sum().backward()
-        if not self._nodes:
+        if not self._backward:
             raise RuntimeError("nothing in it was compiled")
 
-    def result(self) -> TracedBackward:
-        end = len(self._nodes)
-        complete = dict.fromkeys(range(len(self._params)), end) | self._by_hooks | self._in_graphs
-        return TracedBackward(tuple(self._nodes), tuple(complete[index] for index in range(len(self._params))))
+    def result(self) -> TracedStep:
+        params = range(len(self._params))
+        first_use = dict.fromkeys(params, len(self._forward)) | self._first_use
+        complete = dict.fromkeys(params, len(self._backward)) | self._by_hooks | self._in_graphs
+        return TracedStep(
+            tuple(self._forward),
+            tuple(first_use[index] for index in params),
+            tuple(self._backward),
+            tuple(complete[index] for index in params),
+        )
 
-    def _note(self, graph: GraphModule, inputs: Sequence[int | None]) -> None:
-        before = len(self._nodes)
-        records = describe_nodes(graph)
-        self._nodes += [NodeCost(record["kind"], record["flops"], record["nbytes"]) for record in records]
+    def _note_forward(self, graph: GraphModule, inputs: Sequence[int | None]) -> None:
+        before = len(self._forward)
+        self._forward += _costs(graph)
+        place = {node: before + index for index, node in enumerate(graph.graph.nodes)}
+        for index, value in zip(inputs, graph.graph.find_nodes(op="placeholder")):
+            users = [place[user] for user in value.users if user.op != "output"]
+            if index is not None and users:
+                self._first_use.setdefault(index, min(users))
+
+    def _note_backward(self, graph: GraphModule, inputs: Sequence[int | None]) -> None:
+        before = len(self._backward)
+        self._backward += _costs(graph)
         place = {node: before + index + 1 for index, node in enumerate(graph.graph.nodes)}
         for index, value in zip(inputs, outputs(graph.graph)):
             if index is not None and isinstance(value, Node):
                 self._in_graphs[index] = max(place[value], self._in_graphs.get(index, 0))
 
     def _note_hook(self, index: int) -> None:
-        self._by_hooks[index] = len(self._nodes)
+        self._by_hooks[index] = len(self._backward)
+
+
+def _costs(graph: GraphModule) -> Iterator[NodeCost]:
+    for record in describe_nodes(graph):
+        yield NodeCost(record["kind"], record["flops"], record["nbytes"])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
