@@ -73,7 +73,8 @@ class ExchangeReduceScatter:
         is_large = shard.nbytes >= LARGE_MESSAGE
         # Of a large one, nothing comes from this rank itself.
         received = shard.new_empty(size - 1 if is_large else size, shard.numel())
-        marks = [row.view(torch.uint8)[-1] for row in received]
+        # An empty parameter may have a bucket of its own.
+        marks = [row.view(torch.uint8)[-1] for row in received if row.numel()]
         for mark in marks:
             mark.fill_(_MARK)
         chunks = list(received)

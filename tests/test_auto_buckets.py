@@ -185,7 +185,7 @@ def test_waiting_of_a_forward_is_what_it_would_stand_still(
 
 
 def test_gathers_that_overlap_want_small_buckets_in_the_end() -> None:
-    """A backward of 160 us leaves the link busy for 480, however late gradients are cut, and a forward of 640 could hide
+    """A backward of 160 us leaves the link busy for 480, however late gradients are cut. A forward of 640 could hide
     all of the 480 but the first gather."""
     specs = [ParamSpec(f"p{index}", (1000,), torch.float32) for index in range(16)]
     step = dataclasses.replace(traced([10] * 16), forward=(NodeCost("compute", 0, 40_000),) * 16)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, rank: int, *, is_alone: bool) -> dict[str, Any
     shape = (BATCHES, args.micro_batches, args.batch_size, args.context + 1)
     batches = torch.randint(VOCAB, shape)
     makers = ALONE if is_alone else {**OURS, **PEERS, "no collectives": without_collectives}
-    work = Work(args.precision, args.inner)
+    work = Work(args.precision, args.inner, (args.batch_size, args.context + 1))
     names = [name for name in makers if not args.only or any(part in name for part in args.only.split(";"))]
     contestants: dict[str, Contestant] = {}
     losses: dict[str, list[float]] = {}
