@@ -90,7 +90,7 @@ def attach_traced(
     expert_process_group: dist.ProcessGroup | DeviceMesh | None = None,
     trace: Trace,
 ) -> MegabufHandle:
-    """``attach`` with another way to trace the backward, which is done for ``bucket_size="auto"`` only."""
+    """``attach`` with another way to trace a step, which is done for ``bucket_size="auto"`` only."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
     config = MegabufConfig() if config is None else config

@@ -45,8 +45,8 @@ class MegabufConfig:
     """Shard optimizer state and updates over the data-parallel ranks (ZeRO-1); needs ``DistributedOptimizer``."""
     bucket_size: int | Literal["auto"] | None = None
     """Elements after which a bucket closes; None takes max(40_000_000, 1_000_000 * data-parallel size). "auto" traces a
-    backward (``attach(..., example_inputs=...)``) and closes buckets where reductions are predicted to end earliest,
-    with the rates below; each attach decides anew."""
+    step (``attach(..., example_inputs=...)``) and closes buckets where it is predicted to wait least for reductions and
+    gathers, with the rates below; each attach decides anew."""
     link_gbps: float | None = None
     """For "auto": bandwidth between ranks, 10**9 bits per second and direction. This rate and the next four are those
     of ``megabuf explain``; None is measured in attach, and the slowest rank's value counts."""

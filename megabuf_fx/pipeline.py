@@ -100,7 +100,9 @@ def backward_passes(
     if factors:
         steps.append((scale_main_grads.PASS, partial(scale_main_grads.scale_main_grads, factors=factors)))
     launch = partial(insert_grad_sync.insert_grad_sync, launches=role.launches, scaled=factors.keys())
-    check = partial(verify.verify_backward, gradients=gradients, launches=role.launches, factors=factors)
+    check = partial(
+        verify.verify_backward, gradients=gradients, write=role.write, launches=role.launches, factors=factors
+    )
     return [*steps, (insert_grad_sync.PASS, launch), (verify.BACKWARD, check)]
 
 

@@ -1,8 +1,9 @@
 """Prove, on the final graph, what the passes promise.
 
 Backward: every launched bucket group is launched exactly once, in launch order, after every write of the group and
-with all the destinations it writes; no write comes later; each gradient is written exactly once, to which only distinct
-terms of rows are added afterwards; no bound parameter is left among the outputs; collectives share one token.
+with all the destinations it writes; no write comes later; each gradient is written exactly once, over what is there or
+added to it as the role says, and only distinct terms of rows are added afterwards; no bound parameter is left among the
+outputs; collectives share one token.
 Forward: every read of a parameter comes after exactly one wait of its group, and that wait names the parameter.
 
 Both, with quantized parameters: no op reads the memory of one.
@@ -36,17 +37,18 @@ from megabuf_fx.passes.graph_utils import (
     written_param,
 )
 from megabuf_fx.runtime.ops import ACCUMULATING_OPS, start_grad_sync, wait_param_sync
-from megabuf_fx.runtime.plan import GraphParam
+from megabuf_fx.runtime.plan import GraphParam, Write
 
 
 def verify_backward(
     gm: GraphModule,
     *,
     gradients: Mapping[int, GraphParam],
+    write: Write,
     launches: Sequence[tuple[int, int]],
     factors: Mapping[tuple[int, int], float] = MappingProxyType({}),
 ) -> GraphModule:
-    """``gradients`` maps output position to parameter; ``launches`` is the role's launch order, ``factors`` what the
+    """``gradients`` maps output position to parameter; ``write`` and ``launches`` are the role's, ``factors`` what the
     gradients of a launched group are multiplied by."""
     values = outputs(gm.graph)
     writes: dict[tuple[int, int], list[Node]] = {}
@@ -59,7 +61,7 @@ def verify_backward(
     for position, param in gradients.items():
         if values[position] is not None:
             raise PassError(BACKWARD.name, f"gradient of '{param.name}' is still output {position}", values[position])
-        _check_written_once(param, writes.get((param.handle, param.param), []))
+        _check_written_once(param, writes.get((param.handle, param.param), []), write)
     starts = [node for node in gm.graph.nodes if node.target is start_grad_sync]
     # args: (main_grads, token, handle, group)
     found = [(node.args[2], node.args[3]) for node in starts]
@@ -74,43 +76,67 @@ def verify_backward(
         if (node.args[4:] == (True,)) != (key in factors):
             raise PassError(BACKWARD.name, f"the launch of bucket group {key} says the wrong thing of its factor", node)
         sent = _named(node)
-        for write, param in by_group.get(key, []):
-            if order[write] > order[node]:
+        for writer, param in by_group.get(key, []):
+            if order[writer] > order[node]:
                 raise PassError(
-                    BACKWARD.name, f"'{param.name}' is written after its bucket group {key} was launched", write
+                    BACKWARD.name, f"'{param.name}' is written after its bucket group {key} was launched", writer
                 )
-            sources = {storage_input(written) for written in written_nodes(write)}
+            sources = {storage_input(written) for written in written_nodes(writer)}
             if sources.isdisjoint(sent):
                 raise PassError(BACKWARD.name, f"launch of bucket group {key} does not name '{param.name}'", node)
             expected = factors.get(key, 1.0)
-            if _factor_of(write) != expected or _kept_of(write) not in (
+            if _factor_of(writer) != expected or _kept_of(writer) not in (
                 None,
-                expected if write in first_writes else 1.0,
+                expected if writer in first_writes else 1.0,
             ):
-                raise PassError(BACKWARD.name, f"'{param.name}' is not written times {expected}", write)
+                raise PassError(BACKWARD.name, f"'{param.name}' is not written times {expected}", writer)
     return gm
 
 
-def _factor_of(write: Node) -> object:
+def _factor_of(writer: Node) -> object:
     """What a write multiplies its gradient by."""
-    if write.target in ACCUMULATING_OPS:
-        return write.kwargs.get("alpha", 1.0)
-    # args: copy_(self, src); mul(self, other)
-    source = write.args[1] if write.target is aten.copy_.default else None
-    is_product = isinstance(source, Node) and source.target is aten.mul.Tensor and SCALED in source.meta
-    return source.args[1] if is_product else 1.0  # type: ignore[union-attr]
+    if writer.target in ACCUMULATING_OPS:
+        return writer.kwargs.get("alpha", 1.0)
+    # args: mul(self, other)
+    product = _product_in(writer)
+    return product.args[1] if product is not None else 1.0
 
 
-def _kept_of(write: Node) -> object:
+def _kept_of(writer: Node) -> object:
     """What a write multiplies that by which it adds to; None when it does not say, as it multiplies the sum."""
-    return write.kwargs.get("beta", 1.0) if write.target in ACCUMULATING_OPS else None
+    return writer.kwargs.get("beta", 1.0) if writer.target in ACCUMULATING_OPS else None
 
 
-def _check_written_once(param: GraphParam, writes: Sequence[Node]) -> None:
+def _product_in(writer: Node) -> Node | None:
+    """The multiplication by a factor whose result is copied."""
+    # args: copy_(self, src)
+    source = writer.args[1] if writer.target is aten.copy_.default else None
+    return source if isinstance(source, Node) and source.target is aten.mul.Tensor and SCALED in source.meta else None
+
+
+def _way_of(writer: Node) -> Write:
+    """What a write does with what is there."""
+    if writer.target in ACCUMULATING_OPS:
+        # args: (main_grad, ..., accumulate)
+        return "accumulate" if writer.args[-1] is True else "overwrite"
+    product = _product_in(writer)
+    source = writer.args[1] if product is None else product.args[0]
+    if not isinstance(source, Node):
+        return "overwrite"
+    if source.target is aten.where.self:
+        return "flagged"
+    inputs = {storage_input(node) for node in source.all_input_nodes}
+    is_sum = source.target is aten.add.Tensor and not inputs.isdisjoint(map(storage_input, written_nodes(writer)))
+    return "accumulate" if is_sum else "overwrite"
+
+
+def _check_written_once(param: GraphParam, writers: Sequence[Node], write: Write) -> None:
     """One write, and behind it no other but rows that are added to it, each lot of them once."""
-    added = [write.args for write in writes if adds_rows(write)]
-    if not writes or not all(map(adds_rows, writes[1:])) or any(added.count(args) > 1 for args in added):
-        raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written {len(writes)} times, expected once")
+    added = [writer.args for writer in writers if adds_rows(writer)]
+    if not writers or not all(map(adds_rows, writers[1:])) or any(added.count(args) > 1 for args in added):
+        raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written {len(writers)} times, expected once")
+    if (way := _way_of(writers[0])) != write:
+        raise PassError(BACKWARD.name, f"main_grad of '{param.name}' is written by {way}, expected {write}", writers[0])
 
 
 def verify_forward(gm: GraphModule) -> GraphModule:

@@ -364,7 +364,7 @@ def copy_last(gm: GraphModule) -> None:
 def test_verifier_refuses(mutation: Callable[[GraphModule], None], dense: bool) -> None:
     buffers = Buffers(traced_case("tied", "none"), dense=dense)
     gm = rewrite(buffers, launching=True)
-    verify = partial(verify_backward, gradients=buffers.gradients, launches=buffers.launches)
+    verify = partial(verify_backward, gradients=buffers.gradients, write="overwrite", launches=buffers.launches)
     assert verify(gm) is gm
     assert any(MAIN_GRAD in node.meta for node in gm.graph.nodes)
     mutation(gm)

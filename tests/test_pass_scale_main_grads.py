@@ -148,6 +148,7 @@ def test_verifier_sees_a_wrong_factor(mutate: object) -> None:
     check = partial(
         verify_backward,
         gradients=buffers.gradients,
+        write="accumulate",
         launches=buffers.launches,
         factors={(buffers.handle, SOME): 0.5},
     )

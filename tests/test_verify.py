@@ -37,7 +37,7 @@ from megabuf_fx.passes.locate_params import locate_params
 from megabuf_fx.passes.verify import verify_backward, verify_forward
 from megabuf_fx.pipeline import backward_passes, run_passes
 from megabuf_fx.runtime.ops import accumulate_wgrad_, start_grad_sync, wait_param_sync
-from megabuf_fx.runtime.plan import Role
+from megabuf_fx.runtime.plan import Role, Write
 
 
 class Backward(NamedTuple):
@@ -82,7 +82,8 @@ class Backward(NamedTuple):
         return node
 
     def verify(self) -> None:
-        verify_backward(self.gm, gradients=self.buffers.gradients, launches=self.buffers.launches)
+        buffers = self.buffers
+        verify_backward(self.gm, gradients=buffers.gradients, write="overwrite", launches=buffers.launches)
 
 
 def make_backward(table: str, *, dense: bool = False, accumulate: bool = False, fuse: bool = True) -> Backward:
@@ -100,8 +101,13 @@ def test_correct_backward_is_accepted(table: str, dense: bool, accumulate: bool,
     case = make_backward(table, dense=dense, accumulate=accumulate, fuse=fuse)
     before = text_of(case.gm)
     gradients, launches = case.buffers.gradients, case.buffers.launches
-    assert verify_backward(case.gm, gradients=gradients, launches=launches) is case.gm
+    write: Write = "accumulate" if accumulate else "overwrite"
+    assert verify_backward(case.gm, gradients=gradients, write=write, launches=launches) is case.gm
     assert text_of(case.gm) == before
+    others: set[Write] = {"overwrite", "accumulate", "flagged"} - {write}
+    for other in others:
+        with pytest.raises(PassError, match=f"is written by {write}, expected {other}"):
+            verify_backward(case.gm, gradients=gradients, write=other, launches=launches)
 
 
 def test_graph_without_launches_is_accepted() -> None:
@@ -109,7 +115,7 @@ def test_graph_without_launches_is_accepted() -> None:
     extras = buffers.extras(with_token=False)
     steps = backward_passes(buffers.gradients, role=Role("overwrite"), extras=extras, fuse=True)
     gm = run_passes(copy_graph(buffers.traced.backward), steps, dump=GraphDump())
-    assert verify_backward(gm, gradients=buffers.gradients, launches=()) is gm
+    assert verify_backward(gm, gradients=buffers.gradients, write="overwrite", launches=()) is gm
 
 
 # Mutations of a backward graph. Group 0 is launched first; its last write is that of fc2.weight.
@@ -228,6 +234,18 @@ def write_into_another_parameter(case: Backward) -> None:
     write.args = (case.view("ln.bias"), *write.args[1:])
 
 
+def add_product(case: Backward) -> None:
+    write = case.write("fc1.weight")
+    write.args = (*write.args[:-1], True)
+
+
+def add_copy(case: Backward) -> None:
+    write = case.write("ln.bias")
+    with case.gm.graph.inserting_before(write):
+        total = case.gm.graph.call_function(aten.add.Tensor, (case.view("ln.bias"), write.args[1]))
+    write.args = (write.args[0], total)
+
+
 def restore_gradient_output(case: Backward) -> None:
     write = case.write("fc3.bias")
     values = outputs(case.gm.graph)
@@ -282,6 +300,8 @@ BACKWARD_MUTATIONS: dict[BackwardMutation, str] = {
     drop_write: r"main_grad of 'fc1.bias' is written 0 times",
     drop_product: r"main_grad of 'fc3.weight' is written 0 times",
     write_into_another_parameter: r"main_grad of 'ln.(weight|bias)' is written (0|2) times",
+    add_product: r"main_grad of 'fc1.weight' is written by accumulate, expected overwrite",
+    add_copy: r"main_grad of 'ln.bias' is written by accumulate, expected overwrite",
     restore_gradient_output: r"gradient of 'fc3.weight' is still output 6",
     unmark_main_grad: r"main_grad of 'ln.bias' is written 0 times",
     write_in_place_behind_launch: r"'fc3.bias'",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_context import Context, compare, time_ms
+from gpu_context import Context, compare, no_host_reads, time_ms
 from torch import Tensor, nn
 
 import megabuf_fx as mb
-from megabuf_fx.runtime.ops import accumulate_wgrad_
+from megabuf_fx.runtime.ops import accumulate_embedding_, accumulate_wgrad_
 
 
 class Odd(nn.Module):
@@ -71,6 +71,12 @@ def accumulate_gemm(context: Context) -> str:
     main.copy_(base)
     accumulate_wgrad_(main, lhs, rhs, True)
     worst = max(worst, compare([main.double()], [product + base.double()], "accumulating", bound=bound))
+    # The factors of a mean over ranks: 1/8 on what is added, and on what other micro-batches left.
+    for accumulate in (False, True):
+        main.copy_(base)
+        accumulate_wgrad_(main, lhs, rhs, accumulate, beta=0.25, alpha=0.125)
+        expected = product / 8 + (base.double() / 4 if accumulate else 0)
+        worst = max(worst, compare([main.double()], [expected], f"scaled, accumulate={accumulate}", bound=bound))
     if not context.is_cuda:
         return f"[{m}, {k}] x [{k}, {n}]: within {worst:.0e} of fp64"
     del product
@@ -85,6 +91,47 @@ def accumulate_gemm(context: Context) -> str:
         f"[{m}, {k}] x [{k}, {n}]: within {worst:.0e} of fp64; {fused:.2f} ms; addmm + copy {copied / fused:.2f}x, "
         f"bf16 mm + add {rounded / fused:.2f}x"
     )
+
+
+def accumulate_rows(context: Context) -> str:
+    """Rows of an embedding's gradient added into the buffer, against fp64; without a host read, and in a CUDA graph."""
+    count, width, tokens = (50_304, 2048, 8192) if context.is_cuda else (60, 8, 200)
+    # Some tokens are common, one is padding, and the last row belongs to nobody.
+    indices = (context.randn(tokens, seed=1).abs() * count / 8).long().clamp(max=count - 2)
+    padding = int(indices[0])
+    rows = context.randn(tokens, width, seed=2)
+    kept = indices != padding
+    worst = 0.0
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-8)):
+        base = context.randn(count, width, seed=3).to(dtype)
+        for accumulate in (False, True):
+            main = base.clone()
+            with no_host_reads(context):
+                accumulate_embedding_(main, rows.to(dtype), indices, padding, accumulate, beta=0.25, alpha=0.125)
+            expected = base.double() / 4 if accumulate else torch.zeros_like(base, dtype=torch.float64)
+            expected.index_add_(0, indices[kept], rows.to(dtype).double()[kept] / 8)
+            what = f"{dtype}, accumulate={accumulate}"
+            worst = max(worst, compare([main.double()], [expected], what, bound=bound))
+    shape = f"{tokens} rows of {width} into {count}"
+    if not context.is_cuda:
+        return f"{shape}: within {worst:.0e} of fp64"
+    main = torch.zeros(count, width, device=context.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accumulate_embedding_(main, rows, indices, padding, True)
+    for _ in range(2):
+        graph.replay()
+    twice = torch.zeros_like(main)
+    for _ in range(2):
+        accumulate_embedding_(twice, rows, indices, padding, True)
+    compare([main], [twice], "two replays")
+    dense = torch.ops.aten.embedding_dense_backward
+    rivals: list[Callable[[], object]] = [
+        lambda: accumulate_embedding_(main, rows, indices, padding, True),
+        lambda: main.add_(dense(rows, indices, count, padding, False)),
+    ]
+    by_rows, by_table = time_ms(rivals, calls=10)
+    return f"{shape}: within {worst:.0e} of fp64; {by_rows:.2f} ms; dense gradient + add {by_table / by_rows:.2f}x"
 
 
 def optimizer_step(context: Context) -> str:

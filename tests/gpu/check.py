@@ -16,7 +16,7 @@ its idea, or into a new one, and gets a line in ``BLOCKS`` below, which is the o
     blocks_micro_batch.py      one captured micro-batch that serves all
     blocks_steps.py            whole steps: captured, their memory and time, on another stream
     blocks_reduce_overhead.py  Inductor's own CUDA graphs
-    blocks_kernels.py          odd sizes, the accumulating product, the optimizer
+    blocks_kernels.py          odd sizes, the accumulating product and rows, the optimizer
     blocks_quantizers.py       casts and quantizers, their numbers and bandwidth
     blocks_quantized.py        steps with quantized parameters
     blocks_quantized_memory.py what these save
@@ -51,7 +51,7 @@ if importlib.util.find_spec("megabuf_fx") is None:
 
 # They lie beside this script, where Python looks first; they need megabuf_fx, so they come after it.
 from blocks_collectives import HUNG, collectives
-from blocks_kernels import accumulate_gemm, odd_sizes, optimizer_step
+from blocks_kernels import accumulate_gemm, accumulate_rows, odd_sizes, optimizer_step
 from blocks_micro_batch import micro_batch
 from blocks_nccl_memory import nccl_memory
 from blocks_quantized import quantized_step
@@ -72,6 +72,7 @@ BLOCKS = (
     Block("reduce_overhead", reduce_overhead, limit_s=45, needs_gpu=True),
     Block("odd_sizes", odd_sizes, limit_s=45),
     Block("accumulate_gemm", accumulate_gemm, limit_s=20),
+    Block("accumulate_rows", accumulate_rows, limit_s=20),
     Block("optimizer_step", optimizer_step, limit_s=20),
     Block("casts", casts, limit_s=20),
     Block("quantizers", quantizers, limit_s=90),
