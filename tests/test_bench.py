@@ -183,7 +183,7 @@ def test_compile_bench(tmp_path: Path) -> None:
     assert tuple(one_round) == contestants
     for name, caches in one_round.items():
         assert name in printed
-        assert caches["cold"]["cpu"] > 0
+        assert 0 < caches["cold"]["cpu"] < caches["cold"]["process"]
 
 
 def test_passes_bench(tmp_path: Path) -> None:
