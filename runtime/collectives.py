@@ -163,6 +163,8 @@ class ProcessGroupComm:
         self._is_subgroup = len(ranks) < dist.get_world_size()
         make = functools.partial(dist.new_group, list(ranks), timeout=timeout, group_desc=name)
         self._group: dist.ProcessGroup | None = _new_subgroup(make) if self._is_subgroup else make()
+        self._finished: list[dist.Work | None] = []
+        """Messages of exchanges that are over; see ``_Messages``."""
 
     @property
     def is_gloo(self) -> bool:
@@ -219,20 +221,28 @@ class ProcessGroupComm:
     def _gather_by_exchange(self, slices: Sequence[Tensor]) -> PendingWork:
         return self.exchange(slices, [slices[self.rank]] * self.size)
 
-    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor], *, sends_first: bool = False) -> PendingWork:
         """Gloo: ``sent[i]`` goes to rank ``i``, whose ``received[self.rank]`` has its size; own places are left alone.
 
-        Gloo's own all-gather takes a temporary and equal sizes. And all of its collectives run two at a time and send
-        before they are ready to receive, so that on a slow link the directions of a large message follow each other.
-        Here all receives are there first, whatever is ahead of them; figures in ``tests/bench/README.md``.
+        Gloo's own collectives run two at a time, and its all-gather takes a temporary. They send before they are ready
+        to receive, so that on a slow link the directions of a message that is larger than the sockets' buffers follow
+        each other. Receiving first avoids that, and makes gloo's thread wait in a loop for this one where data comes
+        while this one sends: milliseconds where both share a core (figures in ``tests/bench/README.md``).
         """
+        self._finished.clear()
         distances = range(1, self.size)
         sources = [(self.rank - distance) % self.size for distance in distances]
         targets = [(self.rank + distance) % self.size for distance in distances]
-        works = [dist.irecv(received[i], group=self.group, group_src=i) for i in sources if received[i].numel()]
-        works += [dist.isend(sent[i], group=self.group, group_dst=i) for i in targets if sent[i].numel()]
-        work = _Works([_waiter(work) for work in works])
-        return PendingWork(work.wait, (*received, *sent), work)
+
+        def receive() -> list[dist.Work | None]:
+            return [dist.irecv(received[i], group=self.group, group_src=i) for i in sources if received[i].numel()]
+
+        def send() -> list[dist.Work | None]:
+            return [dist.isend(sent[i], group=self.group, group_dst=i) for i in targets if sent[i].numel()]
+
+        works = [*send(), *receive()] if sends_first else [*receive(), *send()]
+        messages = _Messages(works, self._finished)
+        return PendingWork(messages.wait, (*received, *sent), messages)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
         """Chunk ``i`` of ``sent`` goes to rank ``i``; ``received`` must be another tensor of its size."""
@@ -301,11 +311,17 @@ def _new_subgroup(make: Callable[..., dist.ProcessGroup]) -> dist.ProcessGroup:
             dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="megabuf_count")
 
 
-class _Works:
-    """Gloo's point-to-point works, waited for together: each can be waited for once, and they have no futures."""
+class _Messages:
+    """Gloo's point-to-point works, waited for together: each can be waited for once, and they have no futures.
 
-    def __init__(self, waits: Sequence[Callable[[], object]]) -> None:
-        self._waits = list(waits)
+    What is over goes to ``finished``, for the next exchange to drop: a receive that is dropped while gloo's thread is
+    about to be done with it waits for that thread, several milliseconds where both share a core. Until then these works
+    hold their tensors.
+    """
+
+    def __init__(self, works: Sequence[dist.Work | None], finished: list[dist.Work | None]) -> None:
+        self._works = list(works)
+        self._finished = finished
         self._future: Future[None] | None = None
 
     def wait(self) -> None:
@@ -317,15 +333,15 @@ class _Works:
     def get_future(self) -> Future[None]:
         """From now on a thread waits, which only a profile is worth."""
         if self._future is None:
-            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megabuf_works")
+            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megabuf_messages")
             self._future = pool.submit(self._wait_here)
             pool.shutdown(wait=False)
         return self._future
 
     def _wait_here(self) -> None:
-        while self._waits:
-            self._waits[0]()
-            del self._waits[0]
+        while self._works:
+            _waiter(self._works[0])()
+            self._finished.append(self._works.pop(0))
 
 
 def _reduce_op(average: bool) -> dist.ReduceOp.RedOpType:

@@ -8,14 +8,12 @@ one buffer uses. What is received is a temporary, so one reduction is in flight 
 stream wait for its predecessor.
 
 [Note: exchange]
-On gloo the same is the faster way even in fp32. Gloo's all-to-all sends before it is ready to receive, so that the two
-directions of a message that is larger than the sockets' buffers follow each other; such ones are exchanged by sends and
-receives between every two ranks, which costs more of the processor. The wait for a predecessor would be one of the
-host, for as long as the link is slow; so the next reduction finishes those predecessors that have arrived, and on a
-fast link there is one temporary all the same (figures in ``tests/bench/README.md``). Of sends and receives gloo does
-not say what has arrived. Each chunk is therefore received over a mark in its last byte, and a mark that is gone says
-that waiting will not take long. Nothing else depends on it: a gradient that ends in the mark, which is that of negative
-numbers beyond 1.7e38 and of NaN, is summed by whoever needs it.
+On gloo the same is the faster way even in fp32, by sends and receives between every two ranks. There the wait for a
+predecessor would be one of the host, for as long as the link is slow; so the next reduction finishes those predecessors
+that have arrived, and on a fast link there is one temporary all the same (figures in ``tests/bench/README.md``). Gloo
+does not say what has arrived. Each chunk is therefore received over a mark in its last byte, and a mark that is gone
+says that waiting will not take long. Nothing else depends on it: a gradient that ends in the mark, which is that of
+negative numbers beyond 1.7e38 and of NaN, is summed by whoever needs it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from torch import Tensor
 from megabuf_fx.runtime.collectives import Comm, FakeComm, LocalComm, PendingWork, ProcessGroupComm
 
 LARGE_MESSAGE = 4 * 2**20
-"""Bytes from which on gloo's all-to-all uses one direction of the link at a time; see [Note: exchange]."""
+"""Bytes that buffers of sockets hold at most, by Linux's defaults (``tcp_wmem``)."""
 _MARK = 0xFF
 
 ReduceScatter = Callable[[Tensor, Tensor, bool], PendingWork]
@@ -70,21 +68,23 @@ class ExchangeReduceScatter:
         while self._in_flight and self._in_flight[0].has_arrived:
             self._in_flight.popleft().finish_early()
         size, rank = self._comm.size, self._comm.rank
-        is_large = shard.nbytes >= LARGE_MESSAGE
-        # Of a large one, nothing comes from this rank itself.
-        received = shard.new_empty(size - 1 if is_large else size, shard.numel())
+        # Nothing comes from this rank itself.
+        received = shard.new_empty(size - 1, shard.numel())
         # An empty parameter may have a bucket of its own.
         marks = [row.view(torch.uint8)[-1] for row in received if row.numel()]
         for mark in marks:
             mark.fill_(_MARK)
-        chunks = list(received)
-        if is_large:
-            chunks.insert(rank, shard)
-            work = self._comm.exchange(chunks, full.view(size, -1).unbind())
-        else:
-            work = self._comm.all_to_all(received.view(-1), full)
+        chunks = [*received[:rank], shard, *received[rank:]]
+        is_small = shard.nbytes < LARGE_MESSAGE
+        work = self._comm.exchange(chunks, full.view(size, -1).unbind(), sends_first=is_small)
         divisor = size if average else 1
-        self._in_flight.append(_Reduction(work, partial(_sum_in_turn, shard, divisor, chunks), marks))
+
+        def add_up() -> None:
+            _sum_in_turn(shard, divisor, chunks)
+            # Messages that are over still hold it.
+            received.untyped_storage().resize_(0)
+
+        self._in_flight.append(_Reduction(work, add_up, marks))
         return PendingWork(self._in_flight[-1].finish, (shard, full), work.work)
 
 
@@ -298,6 +298,6 @@ def choose_reduce_scatter(comm: Comm, grad_dtype: torch.dtype, *, with_fp32_accu
     if isinstance(comm, ProcessGroupComm):
         if comm.is_gloo and (grad_dtype == torch.float32 or with_fp32_accumulation):
             return ExchangeReduceScatter(comm)
-        if grad_dtype != torch.float32 and with_fp32_accumulation:
+        if with_fp32_accumulation and grad_dtype != torch.float32:
             return AllToAllReduceScatter(comm)
     return lambda shard, full, average: comm.reduce_scatter(shard, full, average=average)

@@ -43,6 +43,7 @@ RUNS_HERE = {
     "whole_step",
     "odd_sizes",
     "accumulate_gemm",
+    "accumulate_rows",
     "optimizer_step",
     "casts",
     "quantizers",
@@ -139,7 +140,7 @@ def without_skipping(patch: pytest.MonkeyPatch) -> None:
 def without_collectives(patch: pytest.MonkeyPatch) -> None:
     """What should be sent stays here."""
     pending = mb.attach.__globals__["make_comm_pair"](None, name="none").grads.all_reduce
-    patch.setattr(ProcessGroupComm, "all_to_all", lambda self, received, sent: pending(sent, average=False))
+    patch.setattr(ProcessGroupComm, "exchange", lambda self, received, sent, **order: pending(sent, average=False))
 
 
 def with_shifted_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -165,6 +166,16 @@ def without_accumulation(patch: pytest.MonkeyPatch) -> None:
         main.copy_(lhs.float() @ rhs.float())
 
     patch.setattr(blocks_kernels, "accumulate_wgrad_", overwrite)
+
+
+def with_padding_rows(patch: pytest.MonkeyPatch) -> None:
+    """Padding tokens count like others."""
+    original = blocks_kernels.accumulate_embedding_
+
+    def add(main: Tensor, rows: Tensor, indices: Tensor, padding: int, accumulate: bool, **factors: float) -> None:
+        original(main, rows, indices, -1, accumulate, **factors)
+
+    patch.setattr(blocks_kernels, "accumulate_embedding_", add)
 
 
 def without_write_back(patch: pytest.MonkeyPatch) -> None:
@@ -283,6 +294,7 @@ def with_shadows_of_their_own(patch: pytest.MonkeyPatch) -> None:
         ("collectives", without_collectives, "losses, parameters and masters"),
         ("odd_sizes", with_shifted_gradients, "gradients"),
         ("accumulate_gemm", without_accumulation, "accumulating"),
+        ("accumulate_rows", with_padding_rows, "torch.float32, accumulate=False"),
         ("optimizer_step", without_write_back, "bfloat16 parameters"),
         ("casts", without_clamp, "codes of torch.float8_e"),
         ("quantizers", with_scales_off_by_one, "mxfp8 rceil dim -1"),

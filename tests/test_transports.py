@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 import megabuf_fx as mb
 from megabuf_fx.runtime.collectives import PendingWork, ProcessGroupComm
-from megabuf_fx.runtime.transports import (
-    LARGE_MESSAGE,
-    AllToAllReduceScatter,
-    ExchangeReduceScatter,
-    make_comm_pair,
-)
+from megabuf_fx.runtime.transports import AllToAllReduceScatter, ExchangeReduceScatter, make_comm_pair
 
 
 def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
@@ -41,11 +36,7 @@ def reduce_scatters(rank: int) -> list[tuple[bool, bool, bool]]:
         comm.reduce_scatter(shard_of(wide), wide, average=False).wait()
         comm.reduce_scatter(shard_of(narrow), narrow, average=False).wait()
         others = [part for part in range(4) if part != rank]
-        for transport, limit in (
-            (AllToAllReduceScatter, 0),
-            (ExchangeReduceScatter, 0),
-            (ExchangeReduceScatter, LARGE_MESSAGE),
-        ):
+        for transport, limit in ((AllToAllReduceScatter, 0), (ExchangeReduceScatter, 0), (ExchangeReduceScatter, 1024)):
             after = full.clone()
             with mock.patch("megabuf_fx.runtime.transports.LARGE_MESSAGE", limit):
                 # The shard is a slice of what is sent.
@@ -69,27 +60,28 @@ def test_all_to_all_is_fp32_reduce_scatter_rounded_once(ranks: Callable[[int], R
 
 
 class HoldingComm:
-    """A rank of two that gets its own data back; a collective holds its tensors, as gloo's do."""
+    """A rank of two that gets its own data back. What is received is held by collectives until they are over, by
+    messages also afterwards, as gloo's do."""
 
     size = 2
     rank = 0
 
     def __init__(self) -> None:
-        self.received: list[weakref.ref[Tensor]] = []
-        self._arrivals: dict[int, Callable[[], object]] = {}
+        self.received: list[Callable[[], Tensor | None]] = []
         self.errors: dict[int, RuntimeError] = {}
+        self._arrivals: dict[int, Callable[[], object]] = {}
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> PendingWork:
-        return self._start(received, (received, sent), lambda: received.copy_(sent))
+        self.received.append(weakref.ref(received))
+        return self._start(lambda: received.copy_(sent), (received, sent))
 
-    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
-        return self._start(received[1], (*received, *sent), lambda: received[1].copy_(sent[1]))
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor], *, sends_first: bool) -> PendingWork:
+        self.received.append(lambda: received[1])
+        return self._start(lambda: received[1].copy_(sent[1]), (*received, *sent))
 
-    def _start(self, received: Tensor, held: tuple[Tensor, ...], arrive: Callable[[], object]) -> PendingWork:
-        number = len(self.received)
+    def _start(self, arrive: Callable[[], object], held: tuple[Tensor, ...]) -> PendingWork:
+        number = len(self._arrivals)
         self._arrivals[number] = arrive
-        # A view goes while the memory stays.
-        self.received.append(weakref.ref(received if received._base is None else received._base))
 
         def wait() -> None:
             if number in self.errors:
@@ -100,12 +92,14 @@ class HoldingComm:
 
     def arrive(self, number: int) -> None:
         """What the collective brings is there now."""
-        self._arrivals.pop(number, lambda: None)()
+        arrive, self._arrivals[number] = self._arrivals[number], lambda: None
+        arrive()
 
-    def alive(self) -> int:
-        """Temporaries that something still holds."""
+    def alive(self) -> list[bool]:
+        """Of each temporary, whether its memory is there."""
         gc.collect()
-        return sum(reference() is not None for reference in self.received)
+        found = (tensor() for tensor in self.received)
+        return [tensor is not None and tensor.untyped_storage().nbytes() > 0 for tensor in found]
 
 
 def four_buckets() -> list[Tensor]:
@@ -124,42 +118,33 @@ def test_one_temporary_is_alive_on_a_fast_link(kind: Transport) -> None:
     works = []
     for full in buckets:
         works.append(transport(full[:4], full, False))
-        assert comm.alive() == 1
+        assert sum(comm.alive()) == 1
         comm.arrive(len(works) - 1)
     for work in works:
         work.wait()
         work.wait()
-    assert comm.alive() == 0
+    assert not any(comm.alive())
     assert [full[0].item() for full in buckets] == [0.0, 2.0, 4.0, 6.0]
 
 
-@pytest.fixture(params=[False, True], ids=["all to all", "exchange"])
-def both_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once as small messages, once as large ones."""
-    if request.param:
-        monkeypatch.setattr("megabuf_fx.runtime.transports.LARGE_MESSAGE", 0)
-
-
-@pytest.mark.usefixtures("both_sizes")
 def test_the_host_never_waits_for_a_predecessor() -> None:
     """Whatever order they arrive in, only the oldest that are there are summed by a launch."""
     comm = HoldingComm()
     transport = ExchangeReduceScatter(comm)  # type: ignore[arg-type]
     buckets = four_buckets()
     works = [transport(full[:4], full, False) for full in buckets[:3]]
-    assert comm.alive() == 3
+    assert all(comm.alive())
     comm.arrive(0)
     comm.arrive(2)
     works.append(transport(buckets[3][:4], buckets[3], False))
     assert [full[0].item() for full in buckets] == [0.0, 1.0, 2.0, 3.0]
-    assert [reference() is not None for reference in comm.received] == [False, True, True, True]
+    assert comm.alive() == [False, True, True, True]
     for work in works:
         work.wait()
-    assert comm.alive() == 0
+    assert not any(comm.alive())
     assert [full[0].item() for full in buckets] == [0.0, 2.0, 4.0, 6.0]
 
 
-@pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_looks_like_nothing_received(dtype: torch.dtype) -> None:
     """NaN in the place of the mark: it is summed late, and is the result."""
@@ -192,30 +177,20 @@ def test_a_failure_reaches_the_one_who_waits_for_it(kind: Transport) -> None:
 
 
 @pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("is_large", [False, True], ids=["all to all", "exchange"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", range(4))
-def test_sum_is_in_rank_order(
-    rank: int, dtype: torch.dtype, is_large: bool, average: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sum_is_in_rank_order(rank: int, dtype: torch.dtype, average: bool) -> None:
     """In fp32 bitwise that of adding from the first rank on, whichever rank adds."""
     torch.manual_seed(rank)
     addends = torch.randn(4, 64).to(dtype)
     comm = mock.Mock(size=4, rank=rank)
 
-    def all_to_all(received: Tensor, sent: Tensor) -> PendingWork:
-        assert not is_large
-        received.copy_(addends.view(-1))
-        return PendingWork(lambda: None, ())
-
-    def exchange(received: Sequence[Tensor], sent: Sequence[Tensor]) -> PendingWork:
-        assert is_large
+    def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], *, sends_first: bool) -> PendingWork:
         for other in {0, 1, 2, 3} - {rank}:
             received[other].copy_(addends[other])
         return PendingWork(lambda: None, ())
 
-    monkeypatch.setattr("megabuf_fx.runtime.transports.LARGE_MESSAGE", 64 if is_large else LARGE_MESSAGE)
-    comm.all_to_all, comm.exchange = all_to_all, exchange
+    comm.exchange = exchange
     full = torch.zeros(4, 64, dtype=dtype)
     full[rank] = addends[rank]
     ExchangeReduceScatter(comm)(full[rank], full.view(-1), average).wait()

@@ -54,7 +54,7 @@ def train_with_collectives(context: Context) -> str:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("megabuf_fx.runtime.transports._make_comm", make))
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce_scalar"):
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "exchange", "reduce_scalar"):
             stack.enter_context(counted(ProcessGroupComm, name, started))
         config = {"bucket_size": 1000, "overlap_param_gather": True}
         training = Training(context, context.compilers[0], make_net(context, dropout=0.125), config)
@@ -67,8 +67,8 @@ def train_with_collectives(context: Context) -> str:
         training.restart_seed()
         found = [replay_at(training, captured, step, batch) for step, batch in enumerate(batches)]
         compare([*found, *training.state()], expected, "losses, parameters and masters")
-        # On gloo a reduce-scatter is an all-to-all and a sum.
-        reduce = "reduce_scatter" if context.is_cuda else "all_to_all"
+        # On gloo a reduce-scatter is made of messages and a sum.
+        reduce = "reduce_scatter" if context.is_cuda else "exchange"
         for name in (reduce, "all_gather", "reduce_scalar"):
             require(started[name] > 0, f"no {name} was started, only {dict(started)}")
         context.synchronize()
