@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from megabuf_fx.capture_subject import Subject
 from megabuf_fx.runtime import quantize_mx, quantize_nvfp4
 from megabuf_fx.runtime.bucket_groups import ParamGatherer, ParamPhase
 from megabuf_fx.runtime.buffers import ParamGradBuffer
-from megabuf_fx.runtime.collectives import ProcessGroupComm
+from megabuf_fx.runtime.collectives import PendingWork, ProcessGroupComm
 from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.ops import accumulate_embedding_
 from megabuf_fx.runtime.quantized_weights import QuantizedWeights
 from megabuf_fx.runtime.stored_mxfp8 import StoredMxfp8
 from megabuf_fx.runtime.stored_params import ShardPiece
@@ -137,10 +138,15 @@ def without_skipping(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("megabuf_fx.optimizer.found_inf", lambda *unused: torch.zeros((), dtype=torch.bool))
 
 
-def without_collectives(patch: pytest.MonkeyPatch) -> None:
-    """What should be sent stays here."""
-    pending = mb.attach.__globals__["make_comm_pair"](None, name="none").grads.all_reduce
-    patch.setattr(ProcessGroupComm, "exchange", lambda self, received, sent, **order: pending(sent, average=False))
+def with_lost_messages(patch: pytest.MonkeyPatch) -> None:
+    """An exchange leaves zeros."""
+
+    def lose(self: ProcessGroupComm, received: Sequence[Tensor], sent: Sequence[Tensor], **order: bool) -> PendingWork:
+        for tensor in received:
+            tensor.zero_()
+        return PendingWork(lambda: None, ())
+
+    patch.setattr(ProcessGroupComm, "exchange", lose)
 
 
 def with_shifted_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -170,10 +176,9 @@ def without_accumulation(patch: pytest.MonkeyPatch) -> None:
 
 def with_padding_rows(patch: pytest.MonkeyPatch) -> None:
     """Padding tokens count like others."""
-    original = blocks_kernels.accumulate_embedding_
 
     def add(main: Tensor, rows: Tensor, indices: Tensor, padding: int, accumulate: bool, **factors: float) -> None:
-        original(main, rows, indices, -1, accumulate, **factors)
+        accumulate_embedding_(main, rows, indices, -1, accumulate, **factors)
 
     patch.setattr(blocks_kernels, "accumulate_embedding_", add)
 
@@ -291,7 +296,7 @@ def with_shadows_of_their_own(patch: pytest.MonkeyPatch) -> None:
         ("micro_batch", with_right_python_flag, "a frozen overwrite leaves"),
         ("whole_step", without_schedule, "losses, parameters and masters"),
         ("whole_step", without_skipping, "after an Inf batch"),
-        ("collectives", without_collectives, "losses, parameters and masters"),
+        ("collectives", with_lost_messages, "losses, parameters and masters"),
         ("odd_sizes", with_shifted_gradients, "gradients"),
         ("accumulate_gemm", without_accumulation, "accumulating"),
         ("accumulate_rows", with_padding_rows, "torch.float32, accumulate=False"),
