@@ -289,6 +289,7 @@ class ProcessGroupComm:
             tensor.copy_(staged)
 
     def close(self) -> None:
+        self._finished.clear()
         if self._group is not None and dist.is_initialized() and not self._is_subgroup:
             # The world may have been destroyed, this group with it, and initialized anew.
             with contextlib.suppress(ValueError):

@@ -9,11 +9,12 @@ stream wait for its predecessor.
 
 [Note: exchange]
 On gloo the same is the faster way even in fp32, by sends and receives between every two ranks. There the wait for a
-predecessor would be one of the host, for as long as the link is slow; so the next reduction finishes those predecessors
-that have arrived, and on a fast link there is one temporary all the same (figures in ``tests/bench/README.md``). Gloo
-does not say what has arrived. Each chunk is therefore received over a mark in its last byte, and a mark that is gone
-says that waiting will not take long. Nothing else depends on it: a gradient that ends in the mark, which is that of
-negative numbers beyond 1.7e38 and of NaN, is summed by whoever needs it.
+predecessor is one of the host, and a link with nothing behind what it carries stands still until the host comes back.
+So two are in flight, and the next one finishes those that have arrived: on a fast link there is one temporary all the
+same (figures in ``tests/bench/README.md``). Gloo does not say what has arrived. Each chunk is therefore received over a
+mark in its last byte, and a mark that is gone says that waiting will not take long. Nothing else depends on it: a
+gradient that ends in the mark, which is that of negative numbers beyond 1.7e38 and of NaN, is summed by whoever needs
+it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch import Tensor
 
 from megabuf_fx.runtime.collectives import Comm, FakeComm, LocalComm, PendingWork, ProcessGroupComm
 
+MOST_IN_FLIGHT = 2
+"""Reductions with a temporary: while one travels, the gradients of the next are computed."""
 LARGE_MESSAGE = 4 * 2**20
 """Bytes that buffers of sockets hold at most, by Linux's defaults (``tcp_wmem``)."""
 _MARK = 0xFF
@@ -65,7 +68,7 @@ class ExchangeReduceScatter:
         self._in_flight: deque[_Reduction] = deque()
 
     def __call__(self, shard: Tensor, full: Tensor, average: bool) -> PendingWork:
-        while self._in_flight and self._in_flight[0].has_arrived:
+        while self._in_flight and (len(self._in_flight) == MOST_IN_FLIGHT or self._in_flight[0].has_arrived):
             self._in_flight.popleft().finish_early()
         size, rank = self._comm.size, self._comm.rank
         # Nothing comes from this rank itself.
@@ -94,6 +97,7 @@ class _Reduction:
     def __init__(self, work: PendingWork, add_up: Callable[[], None], marks: Sequence[Tensor] = ()) -> None:
         # Dropped together, as all of them hold what is received.
         self._pending = [(work, add_up, marks)]
+        self._error: RuntimeError | None = None
 
     @property
     def has_arrived(self) -> bool:
@@ -101,9 +105,16 @@ class _Reduction:
         return all(mark.item() != _MARK for _, _, marks in self._pending for mark in marks)
 
     def finish(self) -> None:
+        if self._error is not None:
+            # Waiting again could take as long again.
+            raise self._error
         if not self._pending:
             return
-        self._pending[0][0].wait()
+        try:
+            self._pending[0][0].wait()
+        except RuntimeError as error:
+            self._error = error
+            raise
         _, add_up, _ = self._pending.pop()
         add_up()
 
