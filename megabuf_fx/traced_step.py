@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 import megabuf_fx._compat as _compat
 from megabuf_fx.cost_model import Device
 from megabuf_fx.graph_nodes import describe_nodes
-from megabuf_fx.passes.graph_utils import outputs
+from megabuf_fx.passes.graph_utils import outputs, placeholders
 from megabuf_fx.variants import copy_graph
 
 
@@ -229,7 +229,7 @@ class _Recorder:
         before = len(self._forward)
         self._forward += _costs(graph)
         place = {node: before + index for index, node in enumerate(graph.graph.nodes)}
-        for index, value in zip(inputs, graph.graph.find_nodes(op="placeholder")):
+        for index, value in zip(inputs, placeholders(graph.graph)):
             users = [place[user] for user in value.users if user.op != "output"]
             if index is not None and users:
                 self._first_use.setdefault(index, min(users))

@@ -131,7 +131,7 @@ def _sum_rows(shard: Tensor, divisor: int, rows: Tensor) -> None:
 
 
 def _sum_in_turn(shard: Tensor, divisor: int, addends: Sequence[Tensor]) -> None:
-    """The same of ``addends``, of which ``shard`` may be one and which are overwritten. One pass for each: with two
+    """The same of ``addends``, of which ``shard`` is one and which are overwritten. One pass for each: with two
     ranks, torch.sum over rows takes four times as long."""
     total, *rest = addends
     if shard.dtype != torch.float32:
@@ -140,8 +140,6 @@ def _sum_in_turn(shard: Tensor, divisor: int, addends: Sequence[Tensor]) -> None
             total += addend
         shard.copy_(total.div_(divisor) if divisor != 1 else total)
         return
-    if not rest:
-        shard.copy_(total)
     for addend in rest:
         total = torch.add(total, addend, out=shard if addend is rest[-1] else addend)
     if divisor != 1:
