@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.hooks import RemovableHandle
 
 InnerCompile = Callable[..., Callable[..., Any]]
 Strides = tuple[tuple[int, ...] | None, ...]
@@ -83,14 +83,10 @@ def has_user_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def have_user_hooks(params: Iterable[Tensor]) -> bool:
-    """Whether any of these leaves ``has_user_hooks``. Asked in every forward, so without a Python call for each."""
-    params = tuple(params)
-    return any(map(_BACKWARD_HOOKS, params)) or any(map(_ACCUMULATE_HOOKS, params))
-
-
-_BACKWARD_HOOKS = operator.attrgetter("_backward_hooks")
-_ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+def registered_hooks() -> int:
+    """How many hooks anybody has registered in this process, on modules, tensors and autograd nodes. While it stays the
+    same none was added; some may have been removed."""
+    return RemovableHandle.next_id
 
 
 def version_of(tensor: Tensor) -> int:

@@ -69,7 +69,7 @@ def megabuf(
     if handles:
         modules = _compat.find_traced_modules(gm)
         for handle in handles:
-            handle.watch_hooks(graph, modules)
+            handle.watched_hooks.watch(graph, modules)
             handle.buffers.has_inductor_graphs |= wants
     with graph.adopting():
         compiled = _compat.compile_with_aot_autograd(

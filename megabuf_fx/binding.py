@@ -31,10 +31,25 @@ class Binding:
             model.is_compiled = True
         self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
         self.groups = frozenset(self.plan.groups)
+        self.covered: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
+            (handle, tuple(group for owner, group in self.plan.covered if owner == handle)) for handle in self.models
+        )
+        """Handle id of each model, and its bucket groups that the graph covers."""
+        for param in self.plan.params:
+            if param.is_hooked:
+                self.models[param.handle].wake([param.group])
+        self._is_hushed = False
         self.writes: GraphWrites | None = None
         """What its backward writes; known once AOTAutograd has made that graph."""
         self.forward: Callable[[list[Any]], Any] | None = None
         self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
+
+    def hush(self) -> None:
+        """A forward with gradient is about to run, so a backward writes the gradients of what the graph covers."""
+        if not self._is_hushed:
+            self._is_hushed = True
+            for handle, groups in self.covered:
+                self.models[handle].hush(groups)
 
 
 def locate_arguments(arguments: Sequence[object]) -> list[GraphParam | None]:

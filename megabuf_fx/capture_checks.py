@@ -55,8 +55,8 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
         for group, (reduction, gather) in enumerate(zip(buffers.reducer.phases, buffers.gather_phases)):
             state["reduction of bucket group ", str(group), mark] = reduction.value
             state["gather of bucket group ", str(group), mark] = gather.value
-        for spec, param, is_written in zip(buffers.plan.params, buffers.params, buffers.state.written):
-            state["gradients in ", spec.name, mark] = (is_written, param.grad is not None)
+        for index, (spec, param) in enumerate(zip(buffers.plan.params, buffers.params)):
+            state["gradients in ", spec.name, mark] = (index in buffers.state.written, param.grad is not None)
         state["forwards without backward", "", mark] = buffers.state.outstanding
         state["no_sync", "", mark] = (buffers.no_sync_depth, buffers.state.is_unsynced)
         modules = handle.model.named_modules()
@@ -124,11 +124,9 @@ def held_gradients(handles: Sequence[MegabufHandle]) -> list[str]:
     return [
         spec.name
         for handle in handles
-        for spec, param, is_written in zip(
-            handle.buffers.plan.params, handle.buffers.params, handle.buffers.state.written
-        )
+        for index, (spec, param) in enumerate(zip(handle.buffers.plan.params, handle.buffers.params))
         # Where .grad is published, resetting it is all that an optimizer of torch does.
-        if param.grad is not None or (is_written and not handle.buffers.publishes_grad)
+        if param.grad is not None or (index in handle.buffers.state.written and not handle.buffers.publishes_grad)
     ]
 
 

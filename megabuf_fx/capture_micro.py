@@ -72,7 +72,7 @@ def capture_micro_batch(
     written: list[int] = []
 
     def reset() -> None:
-        written[:] = [index for index, is_written in enumerate(owner.buffers.state.written) if is_written]
+        written[:] = sorted(owner.buffers.state.written)
         owner.zero_grad()
 
     owner.buffers.sync_params()

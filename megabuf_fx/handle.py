@@ -2,16 +2,16 @@
 
 [Note: hooks]
 Hooks are plain functions on modules and on AccumulateGrad nodes. They are the eager path, Megatron's own mechanism, and
-they catch every gradient that a graph break leaves outside a graph. Module hooks return at once while Dynamo traces
-them. They hold the handle, so buffers live as long as the model; a deep copy of the model copies the functions but not
-the handle, and a hook called for a module that is not its own does nothing.
+they catch every gradient that a graph break leaves outside a graph; nodes of parameters that graphs cover have none
+(``leaf_hooks.py``). Module hooks return at once while Dynamo traces them. They hold the handle, so buffers live as long
+as the model; a deep copy of the model copies the functions but not the handle, and a hook called for a module that is
+not its own does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +27,11 @@ from megabuf_fx.auto_buckets import BucketChoice
 from megabuf_fx.config import MegabufConfig
 from megabuf_fx.report import bucket_table
 from megabuf_fx.runtime.flags import StepFlags, is_expert
-from megabuf_fx.runtime.leaf_nodes import renew_leaf_nodes
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.offload import Kind
 from megabuf_fx.runtime.ops import live_targets
 from megabuf_fx.runtime.plan import BucketPlan
+from megabuf_fx.watched_hooks import WatchedHooks
 
 log = logging.getLogger("megabuf_fx.handle")
 
@@ -66,10 +66,8 @@ class MegabufHandle:
         self.agreed: set[str] = set()
         """Digests of what ranks of other axes have agreed on (``finalize_model_grads``)."""
         self._ended_backward = -1
-        self._watched: weakref.WeakKeyDictionary[object, list[tuple[nn.Module, tuple[int, ...]]]]
-        self._watched = weakref.WeakKeyDictionary()
+        self.watched_hooks = WatchedHooks()
         self._hooks: list[Any] = []
-        self._accumulate_hooks: list[Any] = []
         self._add_hooks()
 
     @property
@@ -214,12 +212,12 @@ class MegabufHandle:
     def zero_grad(self) -> None:
         """Begin a new step: the next gradients overwrite. Nothing is zeroed."""
         self.buffers.reset()
-        for param in self.buffers.params:
-            param.grad = None
+        self.buffers.clear_grads()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, for example by one over the number of tokens: ``grad_data`` and the fp32 sums."""
         self.buffers.access.require_gradients("gradients are scaled")
+        self.buffers.take_left_grads()
         for buffer in self.buffers.buffers:
             buffer.grad_data.mul_(factor)
             for index in buffer.promoted:
@@ -243,15 +241,16 @@ class MegabufHandle:
     def detach(self) -> None:
         """Undo ``attach``: parameters get storage of their own, hooks and communicators go. Every rank must call it."""
         self._check_usable()
-        for hook in [*self._hooks, *self._accumulate_hooks]:
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._accumulate_hooks.clear()
+        self.buffers.leaf_hooks.remove()
         self.buffers.close()
 
     def check_synchronized(self) -> None:
         """Raise when the last backward ran under ``no_sync``: its gradients were not reduced."""
         self._check_usable()
+        self.buffers.take_left_grads()
         if self.buffers.state.is_unsynced:
             raise RuntimeError(
                 "step with gradients that were not reduced: the last backward ran under no_sync(). Run the last "
@@ -270,6 +269,7 @@ class MegabufHandle:
         own = [param for param in params if self.buffers.index_of(param) is not None]
         if not own:
             return
+        self.buffers.take_left_grads()
         if self.buffers.publishes_grad:
             self.check_synchronized()
         elif all(param.grad is None for param in own):
@@ -295,24 +295,13 @@ class MegabufHandle:
     # [Note: hooks]
 
     def renew_hooks(self) -> None:
-        """Move gradient accumulation to the current CUDA stream: autograd runs the node of a leaf on the stream that
-        was current when the node was made."""
-        for hook in self._accumulate_hooks:
-            hook.remove()
-        try:
-            renew_leaf_nodes(self.buffers.accumulate_nodes, self.buffers.params)
-        finally:
-            self._add_accumulate_hooks()
-
-    def _add_accumulate_hooks(self) -> None:
-        self._accumulate_hooks = [
-            node.register_hook(_accumulate_hook(weakref.ref(self), index))
-            for index, node in enumerate(self.buffers.accumulate_nodes)
-        ]
+        """Move gradient accumulation to the current CUDA stream."""
+        self.buffers.leaf_hooks.renew()
 
     def _add_hooks(self) -> None:
         self.buffers.owner = weakref.ref(self)
-        self._add_accumulate_hooks()
+        # Weak, because an autograd node is invisible to the garbage collector and would keep the buffers for ever.
+        self.buffers.leaf_hooks.install(_accumulate_hook(weakref.ref(self)))
         for module in self.model.modules():
             indices = [self.buffers.index_of(p) for p in module.parameters(recurse=False)]
             groups = sorted({self.buffers.group_of[i] for i in indices if i is not None}, reverse=True)
@@ -345,25 +334,16 @@ class MegabufHandle:
         self.buffers.finish_grad_sync()
         self._publish_grads()
 
-    def watch_hooks(self, graph: object, modules: Sequence[nn.Module]) -> None:
-        """Remember the hooks of the modules in a compiled graph, as long as the graph lives; called by the backend."""
-        renewed = set(map(id, modules))
-        for entries in self._watched.values():
-            # A module that was compiled anew counts with its hooks of now, even if old code still waits for collection.
-            entries[:] = [entry for entry in entries if id(entry[0]) not in renewed]
-        self._watched[graph] = [(module, _compat.module_hook_ids(module)) for module in modules]
-
     def check_module_hooks(self) -> None:
         """Raise when hooks of a compiled module have changed."""
-        # torch.compile does not look at hooks again, so one that was added later would silently not run.
-        for module, known in itertools.chain.from_iterable(self._watched.values()):
-            if _compat.module_hook_ids(module) != known:
-                name = next((n for n, m in self.model.named_modules() if m is module), type(module).__name__)
-                raise RuntimeError(
-                    f"hooks of module '{name}' changed after it was compiled, and compiled code does not see that; "
-                    "call torch.compiler.reset() after changing hooks, or keep the module out of the graph with "
-                    "torch.compiler.disable"
-                )
+        changed = self.watched_hooks.find_changed()
+        if changed is not None:
+            name = next((n for n, m in self.model.named_modules() if m is changed), type(changed).__name__)
+            raise RuntimeError(
+                f"hooks of module '{name}' changed after it was compiled, and compiled code does not see that; "
+                "call torch.compiler.reset() after changing hooks, or keep the module out of the graph with "
+                "torch.compiler.disable"
+            )
 
     def _publish_grads(self) -> None:
         for param, main_grad, is_used in zip(self.buffers.params, self.buffers.main_grads, self.buffers.used_params()):
@@ -377,9 +357,8 @@ class MegabufHandle:
         self.buffers.comm.check_alive()
 
 
-def _accumulate_hook(owner: weakref.ref[MegabufHandle], index: int) -> Callable[..., None]:
-    # Weak, because an autograd node is invisible to the garbage collector and would keep the buffers for ever.
-    def hook(*unused: object) -> None:
+def _accumulate_hook(owner: weakref.ref[MegabufHandle]) -> Callable[[int], None]:
+    def hook(index: int) -> None:
         handle = owner()
         if handle is not None:
             handle._after_accumulate(index)
@@ -395,6 +374,9 @@ def _forward_hook(
             return
         if module is own and not handle.buffers.is_closed:
             handle.buffers.before_forward(in_backward=_compat.current_backward_id() != -1)
+            if groups and torch.is_grad_enabled():
+                # This call is outside graphs, and its backward will be.
+                handle.buffers.wake(groups)
             for group in groups:
                 handle.buffers.wait_param_sync(group)
             if quantized and handle.buffers.weights is not None:

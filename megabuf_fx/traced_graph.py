@@ -68,6 +68,8 @@ class TracedGraph:
         self._arguments: tuple[Any, ...] = ()
         self._hooked: tuple[bool, ...] = ()
         """Of each argument whether it has hooks of the user; empty when none has."""
+        self._registered = -1
+        """Hooks that anybody had registered when the arguments' were looked at last."""
         self._bindings: dict[BindingKey, Binding] = {}
         self._binding = self._select(example_inputs)
         self._is_training = False
@@ -85,6 +87,8 @@ class TracedGraph:
             binding = self._select(args)
             for model in binding.models.values():
                 model.before_forward(in_backward=_compat.current_backward_id() != -1)
+            if self._is_training:
+                binding.hush()
             results = compiled(*args)
             if self._is_training and binding.models:
                 self._leave_token(results, binding)
@@ -122,8 +126,14 @@ class TracedGraph:
 
     def _select(self, args: Sequence[Any]) -> Binding:
         arguments = self._parameters_of(args)
-        hooked = tuple(map(_compat.has_user_hooks, arguments)) if _compat.have_user_hooks(arguments) else ()
-        if self._bindings and all(map(operator.is_, arguments, self._arguments)) and hooked == self._hooked:
+        registered = _compat.registered_hooks()
+        is_same = bool(self._bindings) and all(map(operator.is_, arguments, self._arguments))
+        if is_same and not self._hooked and registered == self._registered:
+            return self._binding
+        hooked = tuple(map(_compat.has_user_hooks, arguments))
+        hooked = hooked if any(hooked) else ()
+        self._registered = registered
+        if is_same and hooked == self._hooked:
             return self._binding
         located: list[GraphParam | None] = [None] * self.n_inputs
         for position, param in zip(self.positions, locate_arguments(arguments)):
@@ -151,9 +161,10 @@ class TracedGraph:
         writes = self._writes(binding)
         for model in binding.models.values():
             model.enter_backward(backward_id)
+            model.take_left_grads()
             model.note_writer()
         accumulates = all(
-            _compat.will_accumulate(map(binding.models[handle].accumulate_nodes.__getitem__, params))
+            _compat.will_accumulate(map(binding.models[handle].leaf_hooks.nodes.__getitem__, params))
             for handle, params in writes.by_model
         )
         if accumulates:
@@ -178,7 +189,11 @@ class TracedGraph:
         if token is not None and not keeps_graph:
             for model in binding.models.values():
                 model.state.close_forward(token)
-        return variant(args)
+        results = variant(args)
+        if accumulates:
+            for handle, groups in binding.covered:
+                binding.models[handle].after_graph(groups)
+        return results
 
     def _leave_token(self, results: Any, binding: Binding) -> None:
         node = self._find_node(results)

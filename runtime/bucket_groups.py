@@ -9,9 +9,8 @@ Gathers start in reverse order, all together. So the sequence of collectives is 
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,12 +23,19 @@ from megabuf_fx.runtime.scaling import GradScaling
 from megabuf_fx.runtime.transports import ReduceScatter
 
 
-@contextlib.contextmanager
-def named_failure(plan: BucketPlan, group: int, step: int, what: str) -> Iterator[None]:
-    """Say of a failing collective which bucket group it carried, and in which step (counted from ``attach``)."""
-    try:
-        yield
-    except RuntimeError as error:
+class _NamedFailure:
+    """Says of a failing collective which bucket group it carried, and in which step (counted from ``attach``)."""
+
+    def __init__(self, plan: BucketPlan, group: int, step: int, what: str) -> None:
+        self._about = (plan, group, step, what)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        plan, group, step, what = self._about
         names = [plan.params[param].name for param in plan.groups[group].params]
         shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         raise CollectiveError(f"{what} of bucket {group} ({shown}) failed in step {step}: {error}\n{ADVICE}") from error
@@ -84,6 +90,12 @@ class GradReducer:
         self._scaled = [False] * len(plan.groups)
         self._next = 0
         self._works: dict[int, list[PendingWork]] = {}
+        self._factors = [float(channels[group.buckets[0].buffer].scaling.factor) for group in plan.groups]
+        # Buffers stay where they are, so no call needs to slice them anew.
+        self._full_grads = [[self.full_grad(bucket) for bucket in group.buckets] for group in plan.groups]
+        self._grad_shards = [
+            [self.grad_shard(bucket) for bucket in group.buckets] if plan.sharded else [] for group in plan.groups
+        ]
 
     def start(self, group: int, *, scaled: bool = False) -> None:
         """Start the group's reduction, now or as soon as all its predecessors have started.
@@ -115,7 +127,7 @@ class GradReducer:
     def wait(self, group: int) -> None:
         """Wait for the group's reduction; a group that is not in flight is left alone."""
         if self.phases[group] is GradPhase.REDUCING:
-            wait_reduction_(self._full_grads(group), self._handle, group)
+            wait_reduction_(self._full_grads[group], self._handle, group)
             for bucket in self.plan.groups[group].buckets:
                 self.buffers[bucket.buffer].restore_promoted(bucket.params)
             self.phases[group] = GradPhase.REDUCED
@@ -151,26 +163,25 @@ class GradReducer:
 
     def start_reduction(self, group: int, *, scatter: bool) -> list[PendingWork]:
         works = []
-        for bucket in self.plan.groups[group].buckets:
-            comm, reduce_scatter, scaling = self.channels[bucket.buffer]
-            full = self.full_grad(bucket)
-            with named_failure(self.plan, group, self.step, "the gradient reduction"):
+        with _NamedFailure(self.plan, group, self.step, "the gradient reduction"):
+            for number, (bucket, full) in enumerate(zip(self.plan.groups[group].buckets, self._full_grads[group])):
+                comm, reduce_scatter, scaling = self.channels[bucket.buffer]
                 if scatter:
-                    works.append(reduce_scatter(self.grad_shard(bucket), full, scaling.average))
+                    works.append(reduce_scatter(self._grad_shards[group][number], full, scaling.average))
                 else:
                     works.append(comm.all_reduce(full, average=scaling.average))
         # Gloo's works hold temporaries of the transport, which may be done with them before this rank waits.
-        self._works[group] = [pending._replace(work=None) for pending in works]
+        self._works[group] = [PendingWork(pending.wait, pending.keep_alive) for pending in works]
         return works
 
     def wait_reduction(self, group: int) -> None:
-        with named_failure(self.plan, group, self.step, "the gradient reduction"):
+        with _NamedFailure(self.plan, group, self.step, "the gradient reduction"):
             for work in self._works.pop(group):
                 work.wait()
 
     def factor_of(self, group: int) -> float:
         """What multiplies the gradients of a group before they are sent; its buckets are all dense or all experts'."""
-        return float(self.channels[self.plan.groups[group].buckets[0].buffer].scaling.factor)
+        return self._factors[group]
 
     def can_scale_early(self, group: int) -> bool:
         """Whether gradients may be multiplied as they are written: fp32 sums of their own are rounded first."""
@@ -180,16 +191,13 @@ class GradReducer:
     def _launch(self, group: int, *, scaled: bool) -> None:
         is_scattered = self.plan.sharded and not self.force_all_reduce
         factor = 1.0 if scaled else self.factor_of(group)
-        for bucket in self.plan.groups[group].buckets:
+        for bucket, full in zip(self.plan.groups[group].buckets, self._full_grads[group]):
             self.buffers[bucket.buffer].round_promoted(bucket.params)
             if factor != 1:
-                self.full_grad(bucket).mul_(factor)
-        start_reduction_(self._full_grads(group), self._handle, group, is_scattered)
+                full.mul_(factor)
+        start_reduction_(self._full_grads[group], self._handle, group, is_scattered)
         self.phases[group] = GradPhase.REDUCING
         self.is_complete[group] = not is_scattered
-
-    def _full_grads(self, group: int) -> list[Tensor]:
-        return [self.full_grad(bucket) for bucket in self.plan.groups[group].buckets]
 
 
 class ParamGatherer:
@@ -218,6 +226,17 @@ class ParamGatherer:
         self.phases = [ParamPhase.CURRENT] * len(plan.groups)
         self._works: dict[int, list[PendingWork]] = {}
 
+    @property
+    def phases(self) -> list[ParamPhase]:
+        """Of every bucket group. Settable as a whole only."""
+        return self._phases
+
+    @phases.setter
+    def phases(self, phases: Sequence[ParamPhase]) -> None:
+        self._phases = list(phases)
+        self._stale = self._phases.count(ParamPhase.STALE)
+        """How many are. Asked for whenever a reduction starts."""
+
     def mark_stale(self) -> None:
         """The optimizer has written this rank's shards.
 
@@ -245,7 +264,7 @@ class ParamGatherer:
         wait_gather_(self._full_params(group), self._handle, group)
         for bucket in self.plan.groups[group].buckets:
             self.buffers[bucket.buffer].finish_gather(bucket.index)
-        self.phases[group] = ParamPhase.CURRENT
+        self._phases[group] = ParamPhase.CURRENT
 
     def wait_all(self) -> None:
         """Make every parameter current."""
@@ -267,7 +286,7 @@ class ParamGatherer:
     # Device work, called through the ops of those names.
 
     def start_gather(self, group: int) -> list[PendingWork]:
-        with named_failure(self.plan, group, self.step, "the parameter gather"):
+        with _NamedFailure(self.plan, group, self.step, "the parameter gather"):
             self._works[group] = [
                 self.buffers[bucket.buffer].start_gather(bucket.index, self.comms[bucket.buffer])
                 for bucket in self.plan.groups[group].buckets
@@ -275,17 +294,20 @@ class ParamGatherer:
         return self._works[group]
 
     def wait_gather(self, group: int) -> None:
-        with named_failure(self.plan, group, self.step, "the parameter gather"):
+        with _NamedFailure(self.plan, group, self.step, "the parameter gather"):
             for work in self._works.pop(group):
                 work.wait()
 
     def _start_down_to(self, last: int) -> None:
-        for group in reversed(range(max(last, 0), len(self.phases))):
-            if self.phases[group] is ParamPhase.STALE:
+        if not self._stale:
+            return
+        for group in reversed(range(max(last, 0), len(self._phases))):
+            if self._phases[group] is ParamPhase.STALE:
                 for bucket in self.plan.groups[group].buckets:
                     self.buffers[bucket.buffer].before_gather(bucket.index)
                 start_gather_(self._full_params(group), self._handle, group)
-                self.phases[group] = ParamPhase.GATHERING
+                self._phases[group] = ParamPhase.GATHERING
+                self._stale -= 1
 
     def _full_params(self, group: int) -> list[Tensor]:
         return [self._full(bucket) for bucket in self.plan.groups[group].buckets]

@@ -12,6 +12,8 @@ Attributes that Megatron-LM and TransformerEngine share with us on a parameter, 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -88,6 +90,14 @@ def was_added_outside(param: nn.Parameter) -> bool:
     Such kernels rely on Megatron's zeroing of the whole buffer, which this project does not do.
     """
     return bool(getattr(param, "grad_added_to_main_grad", False))
+
+
+def was_any_added_outside(params: Iterable[nn.Parameter]) -> bool:
+    """The same of any of these attached parameters. Asked in every step, so without a Python call for each."""
+    return any(map(_ADDED_OUTSIDE, params))
+
+
+_ADDED_OUTSIDE = operator.attrgetter("grad_added_to_main_grad")
 
 
 def spec_of(name: str, param: nn.Parameter) -> ParamSpec:

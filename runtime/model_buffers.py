@@ -8,7 +8,7 @@ Slots that the step did not write are zeroed just before; nothing else is ever z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from megabuf_fx.runtime.buffers import MakeStore, ParamGradBuffer, find_promoted
 from megabuf_fx.runtime.capture_state import CaptureState
 from megabuf_fx.runtime.channels import make_channel
 from megabuf_fx.runtime.drift import DriftCheck
-from megabuf_fx.runtime.flags import was_added_outside
+from megabuf_fx.runtime.flags import was_added_outside, was_any_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
 from megabuf_fx.runtime.late_gradients import LateGradients
-from megabuf_fx.runtime.leaf_nodes import leaf_nodes
+from megabuf_fx.runtime.leaf_hooks import LeafHooks
 from megabuf_fx.runtime.memory import BufferMemory
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
@@ -60,7 +60,7 @@ class ModelBuffers:
         self._index = {id(param): index for index, param in enumerate(params)}
         self.locations = plan.locations
         self.group_of = plan.group_of_param
-        self.params_of = [group.params for group in plan.groups]
+        self.params_of = [frozenset(group.params) for group in plan.groups]
         """Indices of the parameters of each bucket group."""
         self.comms = comms
         self.comm = comms.dense.grads
@@ -129,7 +129,7 @@ class ModelBuffers:
             is_paused=lambda: self.capture.is_active,
         )
         self.trace = CollectiveTrace(plan, recorder, is_profiling)
-        self.accumulate_nodes = leaf_nodes(params)
+        self.leaf_hooks = LeafHooks(params, [group.params for group in plan.groups])
         self.owner: Callable[[], object] = lambda: None
         """Weak reference to the user's handle."""
         self.boundaries: dict[int, Any] = {}
@@ -174,7 +174,8 @@ class ModelBuffers:
         every = options.check_for_drift_every
         self.drift = DriftCheck(plan, self.comms, self.access.values_of, every) if every is not None else None
         self._started_in: dict[int, int] = {}
-        self._graph_wrote_in = [-1] * len(self.params)
+        self._graph_wrote: dict[int, set[int]] = {}
+        """Parameters that graphs wrote, by the autograd pass they ran in; since the last forward."""
         self._in_flight: set[int] = set()
         """``publishes_grad``: parameters that a graph wrote and whose AccumulateGrad node has not run since."""
         self._writer: torch.cuda.Stream | None = None
@@ -193,10 +194,8 @@ class ModelBuffers:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
         self.access.claim_gradients("gradients are reduced")
-        written = self.state.written
-        for param in self.params_of[group]:
-            if not written[param]:
-                self.main_grads[param].zero_()
+        for param in sorted(self.params_of[group] - self.state.written):
+            self.main_grads[param].zero_()
         if self.checks is not None:
             self.checks.look(group, self.main_grads)
         self._started_in[group] = self._backward_id
@@ -262,6 +261,8 @@ class ModelBuffers:
                 "a CUDA graph of this model is being captured by other means; use megabuf_fx.capture_step or "
                 "capture_micro_batch, which check that a replay does what the step did"
             )
+        if not in_backward:
+            self._graph_wrote.clear()
         if self.gatherer is not None and not self.options.align_param_gather:
             self.gatherer.start_ahead()
         if self.publishes_grad and not in_backward and self.reducer.has_started:
@@ -290,14 +291,14 @@ class ModelBuffers:
         """Any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
         for index, param in enumerate(self.params):
             if param.grad is None and index not in self._in_flight:
-                self.state.written[index] = False
+                self.state.written.discard(index)
 
     def note_writer(self) -> None:
         """A graph is about to write on the current stream."""
         if self.token.is_cuda:
             self._writer = torch.cuda.current_stream(self.token.device)
 
-    def prepare_graph_writes(self, params: Sequence[int]) -> None:
+    def prepare_graph_writes(self, params: Set[int]) -> None:
         """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.
 
         Where it is published, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
@@ -310,21 +311,71 @@ class ModelBuffers:
                 self._refuse_second_sum(param)
                 if grad.data_ptr() != self.main_grads[param].data_ptr():
                     self.main_grads[param].copy_(grad)
-                self.state.written[param] = True
+                self.state.written.add(param)
                 self.params[param].grad = None
 
-    def mark_graph_writes(self, params: Sequence[int]) -> None:
+    def mark_graph_writes(self, params: Set[int]) -> None:
         """The graph that runs next writes these slots."""
-        written, wrote_in, backward_id = self.state.written, self._graph_wrote_in, self._backward_id
-        for param in params:
-            written[param] = True
-            wrote_in[param] = backward_id
+        self.state.written.update(params)
+        self._graph_wrote.setdefault(self._backward_id, set()).update(params)
         if self.publishes_grad:
             self._in_flight.update(params)
 
     def mark_untouched(self) -> None:
         """The running backward hands out plain gradients; what autograd accumulates of them teaches nothing."""
         self._untouched_id = self._backward_id
+        self.wake(self.leaf_hooks.quiet)
+
+    # [Note: quiet bucket groups]
+
+    def hush(self, groups: Iterable[int]) -> None:
+        """A graph covers these bucket groups: hooks need not run for gradients that it writes."""
+        # Where .grad is published, they make it the view.
+        for group in groups if not self.publishes_grad else ():
+            if group not in self.state.eager_groups:
+                self.leaf_hooks.hush(group)
+
+    def wake(self, groups: Iterable[int]) -> None:
+        """Something outside graphs may give gradients to those of these bucket groups that are quiet."""
+        for group in self.leaf_hooks.quiet.intersection(groups):
+            self.leaf_hooks.wake(group)
+
+    def take_left_grads(self) -> None:
+        """Take what autograd has left in ``.grad`` of parameters without hooks."""
+        left = self._wake_left()
+        if left:
+            # The backward that left them may have come after one under `no_sync`.
+            self.state.is_unsynced = self.state.is_unsynced and self.no_sync_depth > 0
+        for param in left:
+            self.after_accumulate(param)
+
+    def clear_grads(self) -> None:
+        """Make ``.grad`` of every parameter None."""
+        self._wake_left()
+        # The others have none.
+        for param in self.leaf_hooks.hooked:
+            self.params[param].grad = None
+
+    def _wake_left(self) -> list[int]:
+        """Wake the groups in which autograd has left gradients; the parameters that have them."""
+        if not self.leaf_hooks.have_left_grads:
+            return []
+        quiet = [param for group in self.leaf_hooks.quiet for param in self.params_of[group]]
+        left = sorted(param for param in quiet if self.params[param].grad is not None)
+        self.wake({self.group_of[param] for param in left})
+        return left
+
+    def after_graph(self, groups: Iterable[int]) -> None:
+        """The backward of a graph that covers these bucket groups has run: start those for which no hook will."""
+        if self.no_sync_depth or not self.options.overlap_grad_reduce:
+            return
+        for group in groups:
+            if (
+                group in self.leaf_hooks.quiet
+                and not self.reducer.is_started(group)
+                and not self.state.is_awaited((self.handle, group))
+            ):
+                self.start_grad_sync(group)
 
     def _refuse_second_sum(self, param: int) -> None:
         """Published gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
@@ -348,10 +399,7 @@ class ModelBuffers:
         """
         tensor = self.params[param]
         if was_added_outside(tensor):
-            raise NotImplementedError(
-                f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
-                "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
-            )
+            self._refuse_outside(param)
         if self.publishes_grad:
             self._in_flight.discard(param)
         grad = tensor.grad
@@ -361,18 +409,24 @@ class ModelBuffers:
                 "dense gradients only (build the embedding with sparse=False)"
             )
         if grad is not None and grad.data_ptr() != self.main_grads[param].data_ptr():
-            if self.publishes_grad and self._graph_wrote_in[param] != self._backward_id:
+            if self.publishes_grad and not self._has_graph_written(param):
                 # Autograd made a new tensor, so .grad was None: the user has zeroed.
-                self.state.written[param] = False
+                self.state.written.discard(param)
             self.add_eager_gradient(param, grad)
             tensor.grad = None
         elif grad is not None:
             # Autograd has added in place: .grad is published, the buffer view.
             self._refuse_second_sum(param)
-            self.state.written[param] = True
-        if self.publishes_grad and self.state.written[param]:
+            self.state.written.add(param)
+        if self.publishes_grad and param in self.state.written:
             tensor.grad = self.main_grads[param]
         self._arrive(param)
+
+    def _refuse_outside(self, param: int) -> None:
+        raise NotImplementedError(
+            f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
+            "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
+        )
 
     def refuse_reduced(self, group: int) -> None:
         """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
@@ -403,18 +457,17 @@ class ModelBuffers:
             self._notice_zeroed()
         self.sync_params()
         self.access.claim_gradients("a captured micro-batch writes gradients")
-        is_later = any(self.state.written[param] for param in writes)
+        is_later = not self.state.written.isdisjoint(writes)
         for param in writes if is_later else ():
-            if not self.state.written[param]:
+            if param not in self.state.written:
                 self.zero(param)
         self.capture.flags.accumulate.fill_(int(is_later))
 
     def after_replay(self, writes: Sequence[int]) -> None:
         """The slots of these parameters are written."""
-        for param in writes:
-            self.state.written[param] = True
-            if self.publishes_grad:
-                self.params[param].grad = self.main_grads[param]
+        self.state.written.update(writes)
+        for param in writes if self.publishes_grad else ():
+            self.params[param].grad = self.main_grads[param]
 
     def zero(self, param: int) -> None:
         """Zero the slot of a parameter that some graph will add to."""
@@ -424,7 +477,7 @@ class ModelBuffers:
             main_grad.copy_(torch.where(flag != 0, main_grad, 0))
         else:
             self.main_grads[param].zero_()
-        self.state.written[param] = True
+        self.state.written.add(param)
 
     def add_eager_gradient(self, param: int, grad: Tensor) -> None:
         """Take a gradient that autograd accumulated outside compiled graphs.
@@ -435,19 +488,23 @@ class ModelBuffers:
         group = self.group_of[param]
         self.refuse_reduced(group)
         if self._untouched_id != self._backward_id:
-            if self._graph_wrote_in[param] == self._backward_id:
+            if self._has_graph_written(param):
                 self.state.eager_params.add(param)
             if self.is_compiled:
                 self.state.eager_groups.add(group)
         if self.reducer.is_started(group):
             self._late.take(param, grad)
-        elif self.state.written[param]:
+        elif param in self.state.written:
             self.main_grads[param].add_(grad)
         else:
             if self.capture.is_micro_batch:
                 grad = torch.where(self.capture.flags.accumulate != 0, self.main_grads[param] + grad, grad)
             self.main_grads[param].copy_(grad)
-            self.state.written[param] = True
+            self.state.written.add(param)
+
+    def _has_graph_written(self, param: int) -> bool:
+        """Whether a graph has written the slot in the running backward."""
+        return param in self._graph_wrote.get(self._backward_id, ())
 
     def _arrive(self, param: int) -> None:
         """Start the group of ``param`` if all its contributions have come."""
@@ -481,6 +538,7 @@ class ModelBuffers:
 
     def start_grad_syncs(self) -> None:
         """Start the reduction of every bucket group that has not started."""
+        self.take_left_grads()
         for group in range(len(self.plan.groups)):
             if not self.reducer.is_started(group):
                 self.start_grad_sync(group)
@@ -494,6 +552,9 @@ class ModelBuffers:
         self.comm.check_alive()
         if self._is_finished or (self._is_reduced and any(param.grad is not None for param in self.params)):
             return
+        if was_any_added_outside(self.params):
+            # In a quiet bucket group, where no hook runs when a kernel gives no gradient.
+            self._refuse_outside(next(i for i, param in enumerate(self.params) if was_added_outside(param)))
         self._start_remaining(force_all_reduce=force_all_reduce)
         if self._usage is not None and not self.capture.is_active:
             self._usage.start(self._used_here())
@@ -540,7 +601,8 @@ class ModelBuffers:
             if self._usage is not None:
                 self.capture.used = self._usage.wait()
             else:
-                self.capture.used = self._used_here() if self.publishes_grad else [True] * len(self.params)
+                used = self._used_here() if self.publishes_grad else range(len(self.params))
+                self.capture.used = [param in used for param in range(len(self.params))]
             for param in self._used_elsewhere:
                 self.capture.used[param] = True
         return self.capture.used
@@ -551,10 +613,10 @@ class ModelBuffers:
         if self.publishes_grad:
             self.params[param].grad = self.main_grads[param]
 
-    def _used_here(self) -> list[bool]:
+    def _used_here(self) -> Set[int]:
         if self.publishes_grad:
-            return [param.grad is not None for param in self.params]
-        return list(self.state.written)
+            return {index for index, param in enumerate(self.params) if param.grad is not None}
+        return self.state.written
 
     def reset(self) -> None:
         """A new step: every slot counts as unwritten. Drains reductions in flight, zeroes nothing."""
@@ -569,6 +631,7 @@ class ModelBuffers:
             self._usage.reset()
         self._is_reduced = False
         self._in_flight.clear()
+        self._graph_wrote.clear()
         self._late.forget()
         self._writer = None
 
@@ -629,8 +692,7 @@ class ModelBuffers:
         if self.access.is_shared:
             self.sync_params()
         self.reset()
-        for param in self.params:
-            param.grad = None
+        self.clear_grads()
 
     def is_quantized(self, param: object) -> bool:
         """Whether this is a quantized parameter of the model."""

@@ -306,7 +306,7 @@ class GraphPlan:
 class GraphWrites:
     """The parameters to which a backward produces a gradient, as every call of it needs them."""
 
-    by_model: tuple[tuple[int, tuple[int, ...]], ...]
+    by_model: tuple[tuple[int, frozenset[int]], ...]
     """Handle id of each model, and the indices of its parameters."""
     groups: tuple[tuple[int, int], ...]
     """Their bucket groups ``(handle, group)``, sorted."""
@@ -319,7 +319,7 @@ def plan_writes(params: Iterable[GraphParam]) -> GraphWrites:
     for param in params:
         by_model.setdefault(param.handle, []).append(param.param)
         groups.add(param.key)
-    return GraphWrites(tuple((handle, tuple(indices)) for handle, indices in by_model.items()), tuple(sorted(groups)))
+    return GraphWrites(tuple((handle, frozenset(own)) for handle, own in by_model.items()), tuple(sorted(groups)))
 
 
 def plan_graph(inputs: Sequence[GraphParam | None], bucket_plans: dict[int, BucketPlan]) -> GraphPlan:

@@ -39,8 +39,7 @@ def choose_role(
         return UNTOUCHED
     for handle, group in writes.groups:
         models[handle].refuse_reduced(group)
-    is_written = {handle: models[handle].state.are_written(indices) for handle, indices in writes.by_model}
-    overwrite = not any(map(any, is_written.values()))
+    overwrite = all(models[handle].state.written.isdisjoint(indices) for handle, indices in writes.by_model)
     if any(models[handle].capture.is_micro_batch for handle, _ in writes.by_model):
         if len(writes.by_model) > 1:
             raise NotImplementedError("a captured micro-batch with a graph that spans several attached models")
@@ -48,9 +47,8 @@ def choose_role(
             return Role("flagged")
     if not overwrite:
         for handle, indices in writes.by_model:
-            for param, known in zip(indices, is_written[handle]):
-                if not known:
-                    models[handle].zero(param)
+            for param in sorted(indices - models[handle].state.written):
+                models[handle].zero(param)
     launches: tuple[tuple[int, int], ...] = ()
     if token is not None and not keeps_graph:
         written = frozenset(writes.groups)

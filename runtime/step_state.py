@@ -6,7 +6,7 @@ Nothing here touches a tensor. Roles of compiled graphs are chosen from this sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from megabuf_fx.runtime.plan import BucketPlan
 
@@ -29,8 +29,8 @@ class StepState:
     def __init__(self, plan: BucketPlan) -> None:
         self.plan = plan
         self.group_of = plan.group_of_param
-        self.written = [False] * len(plan.params)
-        """Slots that hold a gradient of this step; the others hold anything."""
+        self.written: set[int] = set()
+        """Parameters whose slots hold a gradient of this step; the others hold anything."""
         self.is_unsynced = False
         """The last backward accumulated under ``no_sync``."""
         self.eager_params: set[int] = set()
@@ -49,7 +49,7 @@ class StepState:
 
     def reset(self) -> None:
         """A new step begins. Forwards without backward and what was learned of eager parts stay."""
-        self.written = [False] * len(self.written)
+        self.written.clear()
         self.is_unsynced = False
         self.reopen()
 
@@ -73,10 +73,6 @@ class StepState:
     def outstanding(self) -> int:
         """Forwards whose backward may still come."""
         return len(self._outstanding)
-
-    def are_written(self, params: Sequence[int]) -> list[bool]:
-        """``written`` of each of ``params``."""
-        return list(map(self.written.__getitem__, params))
 
     def awaited(self, *, besides: ForwardToken) -> set[tuple[int, int]]:
         """The bucket groups ``(handle, group)`` that forwards other than ``besides`` may still write."""

@@ -7,7 +7,7 @@ reductions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -25,21 +25,22 @@ class UsageExchange:
     def __init__(self, comm: Comm, params: Sequence[int], device: torch.device) -> None:
         self.params = tuple(params)
         """Whose flags these are, as indices into the model's parameters."""
+        self._members = frozenset(params)
         self._comm = comm
         self._flags = torch.zeros(len(self.params), dtype=torch.uint8, device=device)
         self._work: PendingWork | None = None
         self._answer: list[bool] | None = None
 
-    def start(self, used_here: Sequence[bool]) -> None:
-        """Send this rank's flags, one for each parameter of the model. A second start before ``reset`` adds to the
-        answer, as gradients do."""
+    def start(self, used_here: Set[int]) -> None:
+        """Send this rank's flags; ``used_here`` are parameters of the model. A second start before ``reset`` adds to
+        the answer, as gradients do."""
         self._finish()
-        own = [used_here[param] for param in self.params]
-        if all(own):
+        if self._members <= used_here:
             self._flags.fill_(1)
+            self._answer = [True] * len(self.params)
         else:
-            self._flags.copy_(torch.tensor(own, dtype=torch.uint8))
-        self._answer = [True] * len(own) if all(own) else None
+            self._flags.copy_(torch.tensor([param in used_here for param in self.params], dtype=torch.uint8))
+            self._answer = None
         self._work = self._comm.all_reduce_max(self._flags)
 
     def wait(self) -> list[bool]:
@@ -72,8 +73,8 @@ class UsedParams:
                 # Expert parameters of one name are different ones on ranks with other experts.
                 self._exchanges.append(UsageExchange(comms.pair(is_expert=is_expert).grads, params, device))
 
-    def start(self, used_here: Sequence[bool]) -> None:
-        """Send this rank's flags, one for each parameter; see ``UsageExchange.start``."""
+    def start(self, used_here: Set[int]) -> None:
+        """Send this rank's flags; see ``UsageExchange.start``."""
         for exchange in self._exchanges:
             exchange.start(used_here)
 

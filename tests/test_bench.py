@@ -208,4 +208,5 @@ def test_overhead_bench(tmp_path: Path) -> None:
     one, several = map(int, found)
     assert one == 1 < several, "a bucket is at least as large as asked for"
     for samples in found.values():
-        assert all(sample[column] > 0 for sample in samples for column in ("forward", "backward", "hooks", "launches"))
+        assert all(sample[column] > 0 for sample in samples for column in ("forward", "backward", "launches", "finish"))
+        assert all(sample["hooks"] == 0 for sample in samples), "one graph covers everything"

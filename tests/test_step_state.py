@@ -22,7 +22,7 @@ def make_plan(count: int = 5, bucket_size: int = 200) -> BucketPlan:
 def test_new_state() -> None:
     state = StepState(make_plan())
     assert [group.params for group in state.plan.groups] == [(4, 3), (2, 1), (0,)]
-    assert state.written == [False] * 5
+    assert state.written == set()
     assert not state.is_unsynced
     assert state.eager_params == set()
     assert not any(state.is_complete(group, by_count=False) for group in range(3))
@@ -46,12 +46,12 @@ def test_reset_forgets_the_step_and_keeps_what_was_learned() -> None:
     token = ForwardToken([(0, 1)])
     state.open_forward(token)
     state.eager_params.add(2)
-    state.written[1] = True
+    state.written.add(1)
     state.is_unsynced = True
     for param in range(5):
         state.mark_arrived(param)
     state.reset()
-    assert state.written == [False] * 5
+    assert state.written == set()
     assert not state.is_unsynced
     assert not any(state.is_complete(group, by_count=False) for group in range(3))
     assert state.eager_params == {2}
@@ -60,12 +60,12 @@ def test_reset_forgets_the_step_and_keeps_what_was_learned() -> None:
 
 def test_reopen_keeps_what_is_written() -> None:
     state = StepState(make_plan())
-    state.written[1] = True
+    state.written.add(1)
     state.is_unsynced = True
     for param in (3, 4):
         state.mark_arrived(param)
     state.reopen()
-    assert state.written == [False, True, False, False, False]
+    assert state.written == {1}
     assert state.is_unsynced
     assert not state.is_complete(0, by_count=False)
     state.mark_arrived(3)

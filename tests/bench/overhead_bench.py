@@ -8,7 +8,8 @@ counted without what it wraps:
 
 * *forward*: around AOTAutograd (which parameters came, gathers, the token for backward), and choosing the variant;
 * *backward*: choosing the role and the variant, and noting what it writes;
-* *hooks*: after each parameter's AccumulateGrad node;
+* *hooks*: after each parameter's AccumulateGrad node; none where a graph writes the gradient, unless ``.grad`` is
+  published (``--replicated``);
 * *launches*: ``start_grad_sync`` of the buckets, called in the graph;
 * *finish*: ``finish_grad_sync`` and ``zero_grad``;
 * *graph*: what was wrapped, for comparison: the compiled forward and backward without launches.
@@ -69,8 +70,8 @@ class Clock:
 
     def install(self) -> None:
         """Put timers into classes of ours, for the rest of the process; before any model is attached."""
-        handles = importlib.import_module("megabuf_fx.handle")  # the package has a function of that name
-        wrap, compile_, hook = TracedGraph.wrap, TracedGraph._compile, handles._accumulate_hook
+        handle = importlib.import_module("megabuf_fx.handle").MegabufHandle  # the package has a function of that name
+        wrap, compile_ = TracedGraph.wrap, TracedGraph._compile
 
         def timed_wrap(graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
             # What AOTAutograd and autograd do is nobody's; autograd runs nothing of ours in here but `_run_forward`.
@@ -80,15 +81,12 @@ class Clock:
             variant, boundaries = compile_(graph, *args)
             return self.timed("graph", variant), boundaries
 
-        def timed_hook(*args: Any) -> Callable[..., None]:
-            return self.timed("hooks", hook(*args))
-
         replaced: list[tuple[object, str, Callable[..., Any]]] = [
             (TracedGraph, "wrap", timed_wrap),
             (TracedGraph, "_compile", timed_compile),
             (TracedGraph, "_run_forward", self.timed("forward", TracedGraph._run_forward)),
             (TracedGraph, "_run_backward", self.timed("backward", TracedGraph._run_backward)),
-            (handles, "_accumulate_hook", timed_hook),
+            (handle, "_after_accumulate", self.timed("hooks", handle._after_accumulate)),
             (ModelBuffers, "start_grad_sync", self.timed("launches", ModelBuffers.start_grad_sync)),
         ]
         for owner, name, function in replaced:
