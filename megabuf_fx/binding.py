@@ -28,7 +28,7 @@ class Binding:
         used = {param.handle for param in inputs if param is not None}
         self.models = {handle: model for handle, model in _live_models() if handle in used}
         for model in self.models.values():
-            model.is_compiled = True
+            model.state.is_compiled = True
         self.plan: GraphPlan = plan_graph(inputs, {handle: model.plan for handle, model in self.models.items()})
         self.groups = frozenset(self.plan.groups)
         self.covered: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
@@ -37,7 +37,7 @@ class Binding:
         """Handle id of each model, and its bucket groups that the graph covers."""
         for param in self.plan.params:
             if param.is_hooked:
-                self.models[param.handle].wake([param.group])
+                self.models[param.handle].writes.wake([param.group])
         self._is_hushed = False
         self.writes: GraphWrites | None = None
         """What its backward writes; known once AOTAutograd has made that graph."""
@@ -49,7 +49,7 @@ class Binding:
         if not self._is_hushed:
             self._is_hushed = True
             for handle, groups in self.covered:
-                self.models[handle].hush(groups)
+                self.models[handle].writes.hush(groups)
 
 
 def locate_arguments(arguments: Sequence[object]) -> list[GraphParam | None]:

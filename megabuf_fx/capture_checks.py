@@ -58,7 +58,7 @@ def host_state(optimizers: Sequence[torch.optim.Optimizer], handles: Sequence[Me
         for index, (spec, param) in enumerate(zip(buffers.plan.params, buffers.params)):
             state["gradients in ", spec.name, mark] = (index in buffers.state.written, param.grad is not None)
         state["forwards without backward", "", mark] = buffers.state.outstanding
-        state["no_sync", "", mark] = (buffers.no_sync_depth, buffers.state.is_unsynced)
+        state["no_sync", "", mark] = (buffers.state.no_sync_depth, buffers.state.is_unsynced)
         modules = handle.model.named_modules()
         state["modules in eval mode", "", mark] = [name or "the model" for name, m in modules if not m.training]
         names = [spec.name for spec, param in zip(buffers.plan.params, buffers.params) if not param.requires_grad]

@@ -37,11 +37,12 @@ class CapturedMicroBatch(Captured):
         self._check_memory()
         self._check_model()
         (owner,) = self._subject.handles
-        owner.buffers.before_replay(self._writes)
+        owner.buffers.sync_params()
+        owner.buffers.writes.before_replay(self._writes)
         self._check_host_state(ignoring=("gradients in", "no_sync"))
         self._copy_in(batch)
         outputs = self._replay()
-        owner.buffers.after_replay(self._writes)
+        owner.buffers.writes.after_replay(self._writes)
         return outputs
 
 

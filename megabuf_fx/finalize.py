@@ -121,7 +121,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         _divide_by_tokens(chunks, groups, num_tokens)
     for handle in handles:
-        handle.buffers.is_finalized = True
+        handle.buffers.state.is_finalized = True
 
 
 def _chunk_of(given: object) -> _Chunk:
@@ -141,7 +141,7 @@ def _chunk_of(given: object) -> _Chunk:
 def _refuse_repetition(handles: Sequence[MegabufHandle]) -> None:
     if len(set(map(id, handles))) < len(handles):
         raise ValueError("finalize_model_grads got the same model twice")
-    if any(handle.buffers.is_finalized for handle in handles):
+    if any(handle.buffers.state.is_finalized for handle in handles):
         raise RuntimeError(
             "finalize_model_grads was called twice in one step, which would sum gradients over other axes twice; call "
             "zero_grad() after every step"

@@ -93,11 +93,11 @@ class MegabufHandle:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing: for all micro-batches of a step but the last. Read when backward runs."""
-        self.buffers.no_sync_depth += 1
+        self.buffers.state.no_sync_depth += 1
         try:
             yield
         finally:
-            self.buffers.no_sync_depth -= 1
+            self.buffers.state.no_sync_depth -= 1
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
         """Reduce whatever is not reduced yet and wait. Called by ``DistributedOptimizer``; harmless to repeat, in every
@@ -212,12 +212,12 @@ class MegabufHandle:
     def zero_grad(self) -> None:
         """Begin a new step: the next gradients overwrite. Nothing is zeroed."""
         self.buffers.reset()
-        self.buffers.clear_grads()
+        self.buffers.writes.clear_grads()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, for example by one over the number of tokens: ``grad_data`` and the fp32 sums."""
         self.buffers.access.require_gradients("gradients are scaled")
-        self.buffers.take_left_grads()
+        self.buffers.writes.take_left_grads()
         for buffer in self.buffers.buffers:
             buffer.grad_data.mul_(factor)
             for index in buffer.promoted:
@@ -244,13 +244,13 @@ class MegabufHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.buffers.leaf_hooks.remove()
+        self.buffers.writes.leaf_hooks.remove()
         self.buffers.close()
 
     def check_synchronized(self) -> None:
         """Raise when the last backward ran under ``no_sync``: its gradients were not reduced."""
         self._check_usable()
-        self.buffers.take_left_grads()
+        self.buffers.writes.take_left_grads()
         if self.buffers.state.is_unsynced:
             raise RuntimeError(
                 "step with gradients that were not reduced: the last backward ran under no_sync(). Run the last "
@@ -269,7 +269,7 @@ class MegabufHandle:
         own = [param for param in params if self.buffers.index_of(param) is not None]
         if not own:
             return
-        self.buffers.take_left_grads()
+        self.buffers.writes.take_left_grads()
         if self.buffers.publishes_grad:
             self.check_synchronized()
         elif all(param.grad is None for param in own):
@@ -296,12 +296,12 @@ class MegabufHandle:
 
     def renew_hooks(self) -> None:
         """Move gradient accumulation to the current CUDA stream."""
-        self.buffers.leaf_hooks.renew()
+        self.buffers.writes.leaf_hooks.renew()
 
     def _add_hooks(self) -> None:
         self.buffers.owner = weakref.ref(self)
         # Weak, because an autograd node is invisible to the garbage collector and would keep the buffers for ever.
-        self.buffers.leaf_hooks.install(_accumulate_hook(weakref.ref(self)))
+        self.buffers.writes.leaf_hooks.install(_accumulate_hook(weakref.ref(self)))
         for module in self.model.modules():
             indices = [self.buffers.index_of(p) for p in module.parameters(recurse=False)]
             groups = sorted({self.buffers.group_of[i] for i in indices if i is not None}, reverse=True)
@@ -320,15 +320,15 @@ class MegabufHandle:
 
     def _after_accumulate(self, index: int) -> None:
         backward_id = _compat.current_backward_id()
-        self.buffers.enter_backward(backward_id)
-        self.buffers.after_accumulate(index)
+        self.buffers.writes.enter_backward(backward_id)
+        self.buffers.writes.after_accumulate(index)
         if self.buffers.publishes_grad and self._ended_backward != backward_id:
             # As DDP: gradients are reduced when backward returns, so any optimizer finds them in .grad.
             self._ended_backward = backward_id
             _compat.queue_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        if self.buffers.no_sync_depth:
+        if self.buffers.state.no_sync_depth:
             return
         self.check_module_hooks()
         self.buffers.finish_grad_sync()
@@ -376,7 +376,7 @@ def _forward_hook(
             handle.buffers.before_forward(in_backward=_compat.current_backward_id() != -1)
             if groups and torch.is_grad_enabled():
                 # This call is outside graphs, and its backward will be.
-                handle.buffers.wake(groups)
+                handle.buffers.writes.wake(groups)
             for group in groups:
                 handle.buffers.wait_param_sync(group)
             if quantized and handle.buffers.weights is not None:

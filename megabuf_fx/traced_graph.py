@@ -160,16 +160,16 @@ class TracedGraph:
         keeps_graph = _compat.keeps_graph()
         writes = self._writes(binding)
         for model in binding.models.values():
-            model.enter_backward(backward_id)
-            model.take_left_grads()
-            model.note_writer()
+            model.writes.enter_backward(backward_id)
+            model.writes.take_left_grads()
+            model.writes.note_writer()
         accumulates = all(
-            _compat.will_accumulate(map(binding.models[handle].leaf_hooks.nodes.__getitem__, params))
+            _compat.will_accumulate(map(binding.models[handle].writes.leaf_hooks.nodes.__getitem__, params))
             for handle, params in writes.by_model
         )
         if accumulates:
             for handle, params in writes.by_model:
-                binding.models[handle].prepare_graph_writes(params)
+                binding.models[handle].writes.prepare_graph_writes(params)
         role = choose_role(
             binding.plan,
             writes,
@@ -182,17 +182,17 @@ class TracedGraph:
         variant = self._backward_variant(binding, role)
         if accumulates:
             for handle, params in writes.by_model:
-                binding.models[handle].mark_graph_writes(params)
+                binding.models[handle].writes.mark_graph_writes(params)
         else:
             for model in binding.models.values():
-                model.mark_untouched()
+                model.writes.mark_untouched()
         if token is not None and not keeps_graph:
             for model in binding.models.values():
                 model.state.close_forward(token)
         results = variant(args)
         if accumulates:
             for handle, groups in binding.covered:
-                binding.models[handle].after_graph(groups)
+                binding.models[handle].writes.after_graph(groups)
         return results
 
     def _leave_token(self, results: Any, binding: Binding) -> None:

@@ -8,7 +8,7 @@ Slots that the step did not write are zeroed just before; nothing else is ever z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,10 +20,8 @@ from megabuf_fx.runtime.buffers import MakeStore, ParamGradBuffer, find_promoted
 from megabuf_fx.runtime.capture_state import CaptureState
 from megabuf_fx.runtime.channels import make_channel
 from megabuf_fx.runtime.drift import DriftCheck
-from megabuf_fx.runtime.flags import was_added_outside, was_any_added_outside
 from megabuf_fx.runtime.grad_checks import GradChecks
-from megabuf_fx.runtime.late_gradients import LateGradients
-from megabuf_fx.runtime.leaf_hooks import LeafHooks
+from megabuf_fx.runtime.grad_writes import GradWrites
 from megabuf_fx.runtime.memory import BufferMemory
 from megabuf_fx.runtime.ops import all_reduce_, all_reduce_amax_, register_target, unregister_target
 from megabuf_fx.runtime.options import RuntimeOptions
@@ -60,8 +58,6 @@ class ModelBuffers:
         self._index = {id(param): index for index, param in enumerate(params)}
         self.locations = plan.locations
         self.group_of = plan.group_of_param
-        self.params_of = [frozenset(group.params) for group in plan.groups]
-        """Indices of the parameters of each bucket group."""
         self.comms = comms
         self.comm = comms.dense.grads
         """Joins all ranks; everything but the collectives of expert buckets runs on it."""
@@ -129,14 +125,10 @@ class ModelBuffers:
             is_paused=lambda: self.capture.is_active,
         )
         self.trace = CollectiveTrace(plan, recorder, is_profiling)
-        self.leaf_hooks = LeafHooks(params, [group.params for group in plan.groups])
         self.owner: Callable[[], object] = lambda: None
         """Weak reference to the user's handle."""
         self.boundaries: dict[int, Any] = {}
         """Where compiled graphs start the reduction of each bucket group, for reports."""
-        self.no_sync_depth = 0
-        self.is_compiled = False
-        """Some compiled graph uses this model."""
         self.compiles = 0
         """Compiled variants of graphs with parameters of this model."""
         self.has_inductor_graphs = False
@@ -144,20 +136,8 @@ class ModelBuffers:
         self.is_closed = False
         self.resets = 0
         """How often a new step began: what was derived from gradients of an earlier one is void."""
-        self._backward_id = -1
-        self._is_reduced = False
-        """``publishes_grad``: nothing was accumulated since the last reduction."""
-        self._is_reduced_before = False
-        """The same, when the running backward began."""
         self._is_finished = False
         """Everything of this step is reduced; nothing can be added before the next reset."""
-        self._is_finalized_before = False
-        """The next, when the running backward began."""
-        self.is_finalized = False
-        """Gradients were reduced over other axes, too (``finalize_model_grads``); once in a step."""
-        self._used_elsewhere: set[int] = set()
-        """Parameters without gradient here whose copies on other axes have one."""
-        self._untouched_id = -1
         self._usage = UsedParams(plan, comms, device) if options.find_unused_parameters else None
         checks = options.check_for_nan_in_grad or options.check_for_large_grads
         self.checks = (
@@ -173,32 +153,36 @@ class ModelBuffers:
         )
         every = options.check_for_drift_every
         self.drift = DriftCheck(plan, self.comms, self.access.values_of, every) if every is not None else None
-        self._started_in: dict[int, int] = {}
-        self._graph_wrote: dict[int, set[int]] = {}
-        """Parameters that graphs wrote, by the autograd pass they ran in; since the last forward."""
-        self._in_flight: set[int] = set()
-        """``publishes_grad``: parameters that a graph wrote and whose AccumulateGrad node has not run since."""
-        self._writer: torch.cuda.Stream | None = None
-        """The stream on which a graph wrote last."""
-        self._late = LateGradients(self.reducer, self.comm, self.main_grads)
+        self.writes = GradWrites(
+            plan,
+            params,
+            self.main_grads,
+            state=self.state,
+            reducer=self.reducer,
+            access=self.access,
+            capture=self.capture,
+            comm=self.comm,
+            options=options,
+            handle=self.handle,
+            publishes_grad=self.publishes_grad,
+            start=self.start_grad_sync,
+        )
+        """Who writes gradients, and where they go."""
 
     # What graphs call: host ops.
 
     def start_grad_sync(self, group: int, *, scaled: bool = False) -> None:
         """Reduce a bucket group whose gradients are final; ``scaled`` when they have been multiplied by their factor
         of ``GradScaling``."""
-        if self._writer is not None and self._writer != torch.cuda.current_stream(self.token.device):
-            # Autograd synchronizes streams for gradients that it sees, and it sees none of a graph's.
-            torch.cuda.current_stream(self.token.device).wait_stream(self._writer)
+        self.writes.before_start(group)
         if self.gatherer is not None:
             # On every rank all gathers of the last step go out before the first reduction of this one, used or not.
             self.gatherer.start_all()
         self.access.claim_gradients("gradients are reduced")
-        for param in sorted(self.params_of[group] - self.state.written):
+        for param in sorted(self.writes.params_of[group] - self.state.written):
             self.main_grads[param].zero_()
         if self.checks is not None:
             self.checks.look(group, self.main_grads)
-        self._started_in[group] = self._backward_id
         self.reducer.start(group, scaled=scaled)
 
     def wait_param_sync(self, group: int) -> None:
@@ -261,264 +245,14 @@ class ModelBuffers:
                 "a CUDA graph of this model is being captured by other means; use megabuf_fx.capture_step or "
                 "capture_micro_batch, which check that a replay does what the step did"
             )
-        if not in_backward:
-            self._graph_wrote.clear()
+        self.writes.before_forward(in_backward=in_backward)
         if self.gatherer is not None and not self.options.align_param_gather:
             self.gatherer.start_ahead()
         if self.publishes_grad and not in_backward and self.reducer.has_started:
             self._is_finished = False
             self.reducer.reset()
             self.state.reopen()
-            self._in_flight.clear()
-
-    def enter_backward(self, backward_id: int) -> None:
-        """``backward_id`` names the autograd pass that runs now (its graph task)."""
-        if backward_id != self._backward_id:
-            self._backward_id = backward_id
-            self.state.is_unsynced = self.no_sync_depth > 0
-            self._is_reduced_before, self._is_reduced = self._is_reduced, False
-            self._is_finalized_before = self.is_finalized
-            if self.publishes_grad:
-                self._reopen_axes()
-                self._notice_zeroed()
-
-    def _reopen_axes(self) -> None:
-        """Other axes have not seen the gradients that come now."""
-        self.is_finalized = False
-        self._used_elsewhere.clear()
-
-    def _notice_zeroed(self) -> None:
-        """Any optimizer may have reset ``.grad`` to None: then the slot no longer holds a gradient."""
-        for index, param in enumerate(self.params):
-            if param.grad is None and index not in self._in_flight:
-                self.state.written.discard(index)
-
-    def note_writer(self) -> None:
-        """A graph is about to write on the current stream."""
-        if self.token.is_cuda:
-            self._writer = torch.cuda.current_stream(self.token.device)
-
-    def prepare_graph_writes(self, params: Set[int]) -> None:
-        """Before a graph decides between overwriting and adding: take over what the user put into ``.grad``.
-
-        Where it is published, ``.grad`` is None while the graph runs, so that an eager contribution arrives on its own.
-        """
-        if not self.publishes_grad:
-            return
-        for param in params:
-            grad = self.params[param].grad
-            if grad is not None:
-                self._refuse_second_sum(param)
-                if grad.data_ptr() != self.main_grads[param].data_ptr():
-                    self.main_grads[param].copy_(grad)
-                self.state.written.add(param)
-                self.params[param].grad = None
-
-    def mark_graph_writes(self, params: Set[int]) -> None:
-        """The graph that runs next writes these slots."""
-        self.state.written.update(params)
-        self._graph_wrote.setdefault(self._backward_id, set()).update(params)
-        if self.publishes_grad:
-            self._in_flight.update(params)
-
-    def mark_untouched(self) -> None:
-        """The running backward hands out plain gradients; what autograd accumulates of them teaches nothing."""
-        self._untouched_id = self._backward_id
-        self.wake(self.leaf_hooks.quiet)
-
-    # [Note: quiet bucket groups]
-
-    def hush(self, groups: Iterable[int]) -> None:
-        """A graph covers these bucket groups: hooks need not run for gradients that it writes."""
-        # Where .grad is published, they make it the view.
-        for group in groups if not self.publishes_grad else ():
-            if group not in self.state.eager_groups:
-                self.leaf_hooks.hush(group)
-
-    def wake(self, groups: Iterable[int]) -> None:
-        """Something outside graphs may give gradients to those of these bucket groups that are quiet."""
-        for group in self.leaf_hooks.quiet.intersection(groups):
-            self.leaf_hooks.wake(group)
-
-    def take_left_grads(self) -> None:
-        """Take what autograd has left in ``.grad`` of parameters without hooks."""
-        left = self._wake_left()
-        if left:
-            # The backward that left them may have come after one under `no_sync`.
-            self.state.is_unsynced = self.state.is_unsynced and self.no_sync_depth > 0
-        for param in left:
-            self.after_accumulate(param)
-
-    def clear_grads(self) -> None:
-        """Make ``.grad`` of every parameter None."""
-        self._wake_left()
-        # The others have none.
-        for param in self.leaf_hooks.hooked:
-            self.params[param].grad = None
-
-    def _wake_left(self) -> list[int]:
-        """Wake the groups in which autograd has left gradients; the parameters that have them."""
-        if not self.leaf_hooks.have_left_grads:
-            return []
-        quiet = [param for group in self.leaf_hooks.quiet for param in self.params_of[group]]
-        left = sorted(param for param in quiet if self.params[param].grad is not None)
-        self.wake({self.group_of[param] for param in left})
-        return left
-
-    def after_graph(self, groups: Iterable[int]) -> None:
-        """The backward of a graph that covers these bucket groups has run: start those for which no hook will."""
-        if self.no_sync_depth or not self.options.overlap_grad_reduce:
-            return
-        for group in groups:
-            if (
-                group in self.leaf_hooks.quiet
-                and not self.reducer.is_started(group)
-                and not self.state.is_awaited((self.handle, group))
-            ):
-                self.start_grad_sync(group)
-
-    def _refuse_second_sum(self, param: int) -> None:
-        """Published gradients may be added to reduced ones: averages add up. Sums over ranks do not."""
-        is_sum = self.options.calculate_per_token_loss and self.comm.size > 1 and self._is_reduced_before
-        if (is_sum or self._is_finalized_before) and self.params[param].grad is not None:
-            reason = "calculate_per_token_loss=True" if is_sum else "finalize_model_grads"
-            raise RuntimeError(
-                f"backward adds to the gradient of '{self.plan.params[param].name}', which was already summed over "
-                f"ranks ({reason}) and would be summed again. Run all micro-batches but the last "
-                "inside `with buf.no_sync()`, and call zero_grad() after every step"
-            )
-
-    # What the hooks on AccumulateGrad nodes call.
-
-    def after_accumulate(self, param: int) -> None:
-        """Autograd has accumulated one backward's gradients of ``param`` outside graphs into ``.grad``, if any.
-
-        Raises:
-            RuntimeError: sparse gradient.
-            NotImplementedError: a fused kernel outside our graphs added to ``main_grad``.
-        """
-        tensor = self.params[param]
-        if was_added_outside(tensor):
-            self._refuse_outside(param)
-        if self.publishes_grad:
-            self._in_flight.discard(param)
-        grad = tensor.grad
-        if grad is not None and grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter '{self.plan.params[param].name}' got a {grad.layout} gradient; contiguous buffers hold "
-                "dense gradients only (build the embedding with sparse=False)"
-            )
-        if grad is not None and grad.data_ptr() != self.main_grads[param].data_ptr():
-            if self.publishes_grad and not self._has_graph_written(param):
-                # Autograd made a new tensor, so .grad was None: the user has zeroed.
-                self.state.written.discard(param)
-            self.add_eager_gradient(param, grad)
-            tensor.grad = None
-        elif grad is not None:
-            # Autograd has added in place: .grad is published, the buffer view.
-            self._refuse_second_sum(param)
-            self.state.written.add(param)
-        if self.publishes_grad and param in self.state.written:
-            tensor.grad = self.main_grads[param]
-        self._arrive(param)
-
-    def _refuse_outside(self, param: int) -> None:
-        raise NotImplementedError(
-            f"a fused kernel added the gradient of '{self.plan.params[param].name}' to main_grad by itself "
-            "(grad_added_to_main_grad); turn off weight-gradient fusion in that module"
-        )
-
-    def refuse_reduced(self, group: int) -> None:
-        """Raise when the group's gradients were reduced in an earlier backward and not reset since."""
-        if self._started_in.get(group) != self._backward_id:
-            self._refuse_started(group)
-        self.access.claim_gradients("a backward writes gradients")
-
-    def _refuse_started(self, group: int) -> None:
-        if self.reducer.is_started(group):
-            names = ", ".join(self.plan.params[p].name for p in self.plan.groups[group].params[:3])
-            raise RuntimeError(
-                f"backward writes bucket {group} ({names}, ...) whose gradients were already reduced. Run all "
-                "micro-batches but the last inside `with buf.no_sync()`, and call zero_grad() after every step"
-            )
-
-    # What a captured micro-batch calls around its replays.
-
-    def before_replay(self, writes: Sequence[int]) -> None:
-        """The replay that follows writes the slots of these parameters: say whether it overwrites or adds.
-
-        Raises:
-            RuntimeError: one of them was reduced and not reset.
-        """
-        for group in sorted({self.group_of[param] for param in writes}):
-            self._refuse_started(group)
-        if self.publishes_grad:
-            self._reopen_axes()
-            self._notice_zeroed()
-        self.sync_params()
-        self.access.claim_gradients("a captured micro-batch writes gradients")
-        is_later = not self.state.written.isdisjoint(writes)
-        for param in writes if is_later else ():
-            if param not in self.state.written:
-                self.zero(param)
-        self.capture.flags.accumulate.fill_(int(is_later))
-
-    def after_replay(self, writes: Sequence[int]) -> None:
-        """The slots of these parameters are written."""
-        self.state.written.update(writes)
-        for param in writes if self.publishes_grad else ():
-            self.params[param].grad = self.main_grads[param]
-
-    def zero(self, param: int) -> None:
-        """Zero the slot of a parameter that some graph will add to."""
-        if self.capture.is_micro_batch:
-            # It keeps what an earlier micro-batch has left there.
-            main_grad, flag = self.main_grads[param], self.capture.flags.accumulate
-            main_grad.copy_(torch.where(flag != 0, main_grad, 0))
-        else:
-            self.main_grads[param].zero_()
-        self.state.written.add(param)
-
-    def add_eager_gradient(self, param: int, grad: Tensor) -> None:
-        """Take a gradient that autograd accumulated outside compiled graphs.
-
-        Raises:
-            RuntimeError: the bucket was reduced before this gradient came.
-        """
-        group = self.group_of[param]
-        self.refuse_reduced(group)
-        if self._untouched_id != self._backward_id:
-            if self._has_graph_written(param):
-                self.state.eager_params.add(param)
-            if self.is_compiled:
-                self.state.eager_groups.add(group)
-        if self.reducer.is_started(group):
-            self._late.take(param, grad)
-        elif param in self.state.written:
-            self.main_grads[param].add_(grad)
-        else:
-            if self.capture.is_micro_batch:
-                grad = torch.where(self.capture.flags.accumulate != 0, self.main_grads[param] + grad, grad)
-            self.main_grads[param].copy_(grad)
-            self.state.written.add(param)
-
-    def _has_graph_written(self, param: int) -> bool:
-        """Whether a graph has written the slot in the running backward."""
-        return param in self._graph_wrote.get(self._backward_id, ())
-
-    def _arrive(self, param: int) -> None:
-        """Start the group of ``param`` if all its contributions have come."""
-        if self.no_sync_depth:
-            return
-        self.state.mark_arrived(param)
-        group = self.group_of[param]
-        if (
-            not self.reducer.is_started(group)
-            and self.options.overlap_grad_reduce
-            and self.state.is_complete(group, by_count=not self.is_compiled)
-            and not self.state.is_awaited((self.handle, group))
-        ):
-            self.start_grad_sync(group)
+            self.writes.forget_in_flight()
 
     # What a step calls.
 
@@ -538,7 +272,7 @@ class ModelBuffers:
 
     def start_grad_syncs(self) -> None:
         """Start the reduction of every bucket group that has not started."""
-        self.take_left_grads()
+        self.writes.take_left_grads()
         for group in range(len(self.plan.groups)):
             if not self.reducer.is_started(group):
                 self.start_grad_sync(group)
@@ -550,17 +284,15 @@ class ModelBuffers:
             RuntimeError: NaN or Inf was found; complete gradients are wanted of a group that was reduce-scattered.
         """
         self.comm.check_alive()
-        if self._is_finished or (self._is_reduced and any(param.grad is not None for param in self.params)):
+        if self._is_finished or (self.state.is_reduced and any(param.grad is not None for param in self.params)):
             return
-        if was_any_added_outside(self.params):
-            # In a quiet bucket group, where no hook runs when a kernel gives no gradient.
-            self._refuse_outside(next(i for i, param in enumerate(self.params) if was_added_outside(param)))
+        self.writes.refuse_added_outside()
         self._start_remaining(force_all_reduce=force_all_reduce)
         if self._usage is not None and not self.capture.is_active:
             self._usage.start(self._used_here())
         for group in range(len(self.plan.groups)):
             self.reducer.wait(group)
-        self._late.reduce()
+        self.writes.late.reduce()
         self.state.is_unsynced = False
         self._is_finished = True
         has_findings = self.checks is not None and self.checks.exchange()
@@ -603,13 +335,13 @@ class ModelBuffers:
             else:
                 used = self._used_here() if self.publishes_grad else range(len(self.params))
                 self.capture.used = [param in used for param in range(len(self.params))]
-            for param in self._used_elsewhere:
+            for param in self.state.used_elsewhere:
                 self.capture.used[param] = True
         return self.capture.used
 
     def note_used(self, param: int) -> None:
         """A copy of this parameter on another axis has a gradient, so all copies are updated."""
-        self._used_elsewhere.add(param)
+        self.state.used_elsewhere.add(param)
         if self.publishes_grad:
             self.params[param].grad = self.main_grads[param]
 
@@ -623,17 +355,11 @@ class ModelBuffers:
         self.reducer.reset()
         self.access.release_gradients()
         self._is_finished = False
-        self._is_finalized_before = False
-        self._reopen_axes()
         self.count_step()
         self.state.reset()
         if self._usage is not None:
             self._usage.reset()
-        self._is_reduced = False
-        self._in_flight.clear()
-        self._graph_wrote.clear()
-        self._late.forget()
-        self._writer = None
+        self.writes.reset()
 
     def count_step(self) -> None:
         """A step has ended, here or in a replay."""
@@ -649,7 +375,7 @@ class ModelBuffers:
         self._is_finished = False
         self.reducer.reset()
         self.state.reopen()
-        self._is_reduced = True
+        self.state.is_reduced = True
 
     def after_step(self) -> None:
         """The optimizer has written this rank's shards: gather now, or leave it to the next forward.
@@ -692,7 +418,7 @@ class ModelBuffers:
         if self.access.is_shared:
             self.sync_params()
         self.reset()
-        self.clear_grads()
+        self.writes.clear_grads()
 
     def is_quantized(self, param: object) -> bool:
         """Whether this is a quantized parameter of the model."""

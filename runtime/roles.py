@@ -38,7 +38,7 @@ def choose_role(
     if not accumulates:
         return UNTOUCHED
     for handle, group in writes.groups:
-        models[handle].refuse_reduced(group)
+        models[handle].writes.refuse_reduced(group)
     overwrite = all(models[handle].state.written.isdisjoint(indices) for handle, indices in writes.by_model)
     if any(models[handle].capture.is_micro_batch for handle, _ in writes.by_model):
         if len(writes.by_model) > 1:
@@ -48,7 +48,7 @@ def choose_role(
     if not overwrite:
         for handle, indices in writes.by_model:
             for param in sorted(indices - models[handle].state.written):
-                models[handle].zero(param)
+                models[handle].writes.zero(param)
     launches: tuple[tuple[int, int], ...] = ()
     if token is not None and not keeps_graph:
         written = frozenset(writes.groups)
@@ -63,8 +63,8 @@ def _may_launch(key: tuple[int, int], models: Mapping[int, ModelBuffers], awaite
     eager_params = model.state.eager_params
     return (
         model.options.overlap_grad_reduce
-        and not model.no_sync_depth
+        and not model.state.no_sync_depth
         and not model.reducer.is_started(group)
-        and (not eager_params or eager_params.isdisjoint(model.params_of[group]))
+        and (not eager_params or eager_params.isdisjoint(model.writes.params_of[group]))
         and key not in awaited
     )

@@ -31,8 +31,18 @@ class StepState:
         self.group_of = plan.group_of_param
         self.written: set[int] = set()
         """Parameters whose slots hold a gradient of this step; the others hold anything."""
+        self.no_sync_depth = 0
+        """How many ``no_sync`` contexts are open."""
         self.is_unsynced = False
         """The last backward accumulated under ``no_sync``."""
+        self.is_compiled = False
+        """Some compiled graph uses this model."""
+        self.is_reduced = False
+        """Where ``.grad`` is published: nothing was accumulated since the last reduction."""
+        self.is_finalized = False
+        """Gradients were reduced over other axes, too (``finalize_model_grads``); once in a step."""
+        self.used_elsewhere: set[int] = set()
+        """Parameters without gradient here whose copies on other axes have one."""
         self.eager_params: set[int] = set()
         """Parameters that have had gradients from outside compiled graphs; kept over resets."""
         self.eager_groups: set[int] = set()
@@ -51,6 +61,8 @@ class StepState:
         """A new step begins. Forwards without backward and what was learned of eager parts stay."""
         self.written.clear()
         self.is_unsynced = False
+        self.is_reduced = False
+        self.reopen_axes()
         self.reopen()
 
     def reopen(self) -> None:
@@ -60,6 +72,11 @@ class StepState:
         self._counts = [0] * len(self._counts)
         self._missing = list(self._sizes)
         self._missing_golden = list(self._sizes)
+
+    def reopen_axes(self) -> None:
+        """Other axes have not seen the gradients that come now."""
+        self.is_finalized = False
+        self.used_elsewhere.clear()
 
     def open_forward(self, token: ForwardToken) -> None:
         """A forward ran whose backward may come."""

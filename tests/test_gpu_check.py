@@ -30,7 +30,7 @@ from megabuf_fx.runtime import quantize_mx, quantize_nvfp4
 from megabuf_fx.runtime.bucket_groups import ParamGatherer, ParamPhase
 from megabuf_fx.runtime.buffers import ParamGradBuffer
 from megabuf_fx.runtime.collectives import PendingWork, ProcessGroupComm
-from megabuf_fx.runtime.model_buffers import ModelBuffers
+from megabuf_fx.runtime.grad_writes import GradWrites
 from megabuf_fx.runtime.ops import accumulate_embedding_
 from megabuf_fx.runtime.quantized_weights import QuantizedWeights
 from megabuf_fx.runtime.stored_mxfp8 import StoredMxfp8
@@ -104,13 +104,13 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str], arguments: list
 
 def without_flag(patch: pytest.MonkeyPatch) -> None:
     """The host no longer says whether a replayed micro-batch overwrites or adds."""
-    original = ModelBuffers.before_replay
+    original = GradWrites.before_replay
 
-    def before_replay(self: ModelBuffers, writes: Any) -> None:
+    def before_replay(self: GradWrites, writes: Any) -> None:
         original(self, writes)
-        self.capture.flags.accumulate.zero_()
+        self._capture.flags.accumulate.zero_()
 
-    patch.setattr(ModelBuffers, "before_replay", before_replay)
+    patch.setattr(GradWrites, "before_replay", before_replay)
 
 
 def with_right_python_flag(patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
-"""[Note: quiet bucket groups]: what a graph covers has no hooks, and gradients from outside graphs are found all the
-same. One process, gradients not published; the reference is eager training of a plain model, bitwise where the graph
-computes what eager code does.
+"""[Note: quiet bucket groups] in ``leaf_hooks.py``: what a graph covers has no hooks, and gradients from outside graphs
+are found all the same. One process, gradients not published, beside eager training of a plain model.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Run:
 
     @property
     def quiet(self) -> set[int]:
-        return self.buf.buffers.leaf_hooks.quiet
+        return self.buf.buffers.writes.leaf_hooks.quiet
 
     def loss(self, call: Any, micro: int = 0) -> Tensor:
         result: Tensor = call(batch(0, micro, 0, 8, 13)).square().mean()
@@ -239,7 +238,7 @@ def test_renewed_nodes(run: Run) -> None:
     run.buf.renew_hooks()
     assert run.quiet == set(range(run.count))
     run.step()
-    run.buf.buffers.wake(run.quiet)
+    run.buf.buffers.writes.wake(run.quiet)
     run.buf.renew_hooks()
     run.step()
     assert run.quiet == set()

@@ -88,7 +88,7 @@ def test_a_captured_micro_batch_overwrites_or_accumulates_by_the_flag() -> None:
     flag = case.buffers.capture.flags.accumulate
     with case.handle.no_sync(), case.buffers.capture.active(is_micro_batch=True):
         assert case.role() == Role("flagged")
-        case.buffers.mark_graph_writes({1})
+        case.buffers.writes.mark_graph_writes({1})
         # Written in this micro-batch by another graph: the others are zeroed, unless an earlier micro-batch has
         # written them.
         assert case.role() == Role("accumulate")
@@ -108,7 +108,7 @@ def test_second_micro_batch_accumulates() -> None:
     with case.handle.no_sync():
         assert case.role() == Role("overwrite")
         for param in range(3):
-            case.buffers.mark_graph_writes({param})
+            case.buffers.writes.mark_graph_writes({param})
         assert case.role() == Role("accumulate")
     assert case.role() == Role("accumulate", case.keys(0, 1, 2))
     assert case.zeroed() == [False] * 3
@@ -118,7 +118,7 @@ def test_second_micro_batch_accumulates() -> None:
 
 def test_partly_written_zeroes_the_rest_and_accumulates() -> None:
     case = Case()
-    case.buffers.mark_graph_writes({1})
+    case.buffers.writes.mark_graph_writes({1})
     assert case.role() == Role("accumulate", case.keys(0, 1, 2))
     assert case.zeroed() == [True, False, True]
     assert case.buffers.state.written == {0, 1, 2}
@@ -127,7 +127,7 @@ def test_partly_written_zeroes_the_rest_and_accumulates() -> None:
 def test_slots_of_other_graphs_do_not_count() -> None:
     """``last`` was written by another graph; this one writes the others for the first time."""
     case = Case("first", "middle")
-    case.buffers.mark_graph_writes({2})
+    case.buffers.writes.mark_graph_writes({2})
     assert case.role() == Role("overwrite", case.keys(1, 2))
     assert case.zeroed() == [False] * 3
 
@@ -135,7 +135,7 @@ def test_slots_of_other_graphs_do_not_count() -> None:
 def test_gradients_asked_for_leave_buffers_alone() -> None:
     """``torch.autograd.grad``: also with slots written in part, and after a reduction."""
     case = Case()
-    case.buffers.mark_graph_writes({1})
+    case.buffers.writes.mark_graph_writes({1})
     assert case.role(accumulates=False) is UNTOUCHED
     assert case.zeroed() == [False] * 3
     case.buffers.finish_grad_sync()
@@ -163,7 +163,7 @@ def test_kept_graph_launches_nothing() -> None:
     """``retain_graph=True``: it may run again."""
     case = Case()
     assert case.role(keeps_graph=True) == Role("overwrite")
-    case.buffers.mark_graph_writes({0})
+    case.buffers.writes.mark_graph_writes({0})
     assert case.role(keeps_graph=True) == Role("accumulate")
     assert case.zeroed() == [False, True, True]
 
@@ -191,7 +191,7 @@ def test_second_forward_of_this_graph_keeps_all_open() -> None:
     case.buffers.state.close_forward(case.token)
     case.token = other
     for param in range(3):
-        case.buffers.mark_graph_writes({param})
+        case.buffers.writes.mark_graph_writes({param})
     assert case.role() == Role("accumulate", case.keys(0, 1, 2))
 
 
@@ -234,7 +234,7 @@ def test_group_without_gradients_is_left_to_the_host() -> None:
     case = Case()
     writes = [param for param in case.plan.params if param.name != "middle.weight"]
     assert case.role(writes=writes) == Role("overwrite", case.keys(0, 2))
-    case.buffers.mark_graph_writes({0})
+    case.buffers.writes.mark_graph_writes({0})
     assert case.role(writes=writes) == Role("accumulate", case.keys(0, 2))
     assert case.zeroed() == [False, False, True], "only what the graph adds to is zeroed"
     assert case.role(writes=()) == Role("overwrite")
@@ -243,12 +243,12 @@ def test_group_without_gradients_is_left_to_the_host() -> None:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_writing_a_reduced_group_is_refused(sharded: bool) -> None:
     case = Case("middle", "last", use_distributed_optimizer=sharded)
-    case.buffers.enter_backward(1)
+    case.buffers.writes.enter_backward(1)
     case.buffers.start_grad_sync(0)
     # In the same backward pass it may go on: what comes late is kept aside.
     role = case.role()
     assert (role.write, role.launches) == ("overwrite", case.keys(1))
-    case.buffers.enter_backward(2)
+    case.buffers.writes.enter_backward(2)
     with pytest.raises(RuntimeError, match=r"writes bucket 0 \(last.weight, .*already reduced.*no_sync.*zero_grad"):
         case.role()
     assert case.zeroed() == [False, False, True], "the launch zeroed what was not written, the refusal nothing"
@@ -258,19 +258,19 @@ def test_writing_a_reduced_group_is_refused(sharded: bool) -> None:
 
 def test_reduced_group_of_another_graph_is_no_obstacle() -> None:
     case = Case("first", "middle")
-    case.buffers.enter_backward(1)
+    case.buffers.writes.enter_backward(1)
     case.buffers.start_grad_sync(0)
-    case.buffers.enter_backward(2)
+    case.buffers.writes.enter_backward(2)
     assert case.role() == Role("overwrite", case.keys(1, 2))
 
 
 def test_finish_grad_sync_refuses_the_next_backward() -> None:
     case = Case()
-    case.buffers.enter_backward(1)
+    case.buffers.writes.enter_backward(1)
     for param in range(3):
-        case.buffers.mark_graph_writes({param})
+        case.buffers.writes.mark_graph_writes({param})
     case.handle.finish_grad_sync()
-    case.buffers.enter_backward(2)
+    case.buffers.writes.enter_backward(2)
     with pytest.raises(RuntimeError, match="already reduced"):
         case.role()
 
@@ -290,7 +290,7 @@ def test_two_models_in_one_graph() -> None:
         case.buffers.state.close_forward(case.token)
     assert one.buffers.handle < two.buffers.handle
     assert choose() == Role("overwrite", (*one.keys(0, 1, 2), *two.keys(0, 1, 2)))
-    two.buffers.mark_graph_writes({1})
+    two.buffers.writes.mark_graph_writes({1})
     with one.handle.no_sync():
         assert choose() == Role("accumulate", two.keys(0, 1, 2))
     assert one.zeroed() == [True] * 3
