@@ -17,8 +17,10 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -493,10 +495,41 @@ def dump_graph(content: object) -> bytes:
     """Graph modules and fake tensors, in tuples and dicts, as bytes."""
     from torch.fx._graph_pickler import GraphPickler, Options
 
+    class Pickler(GraphPickler):
+        """Stores what tells fake tensors apart instead of all that could be: reading that takes 0.2 ms for each."""
+
+        def reducer_override(self, obj: object) -> Any:
+            if type(obj) is FakeTensor and _is_plain(obj):
+                memory = (storage_key(obj), obj.untyped_storage().nbytes())
+                view = (obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset())
+                return _make_fake_tensor, (self._unpickle_state, memory, view, obj.device)
+            return super().reducer_override(obj)
+
     # Where nodes come from is for messages only, and takes longer to store than the rest.
     stacks = {"nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "fwd_source_fn_stack", "from_node"}
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key not in stacks)
-    return GraphPickler.dumps(content, options)
+    return Pickler.dumps(content, options)
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    is_marked = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.constant is not None
+    return tensor.layout == torch.strided and not tensor.is_quantized and not is_marked and not _has_symbols(tensor)
+
+
+def _has_symbols(tensor: Tensor) -> bool:
+    return any(not isinstance(size, int) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
+def _make_fake_tensor(state: Any, memory: tuple[int, int], view: tuple[Any, ...], device: torch.device) -> FakeTensor:
+    """A fake tensor of the mode in ``state``, the torch unpickler's. Tensors that shared their storage do so again."""
+    number, nbytes = memory
+    dtype, shape, stride, offset = view
+    storages = vars(state).setdefault("megabuf_storages", {})
+    with no_dispatch():
+        if number not in storages:
+            storages[number] = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        meta = torch.empty(0, dtype=dtype, device="meta").set_(storages[number], offset, shape, stride)
+        return FakeTensor(state.fake_mode, meta, device)
 
 
 def load_graph(content: bytes) -> Any:

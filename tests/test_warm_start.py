@@ -18,8 +18,10 @@ from helpers import RankGroup, batch, fresh_compiler, params_of, seeded, twin
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import get_donated_idxs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from warm_start_runs import Products, Run, cache_counts, run, train
 
@@ -314,3 +316,31 @@ def test_ranks_share_entries(ranks: Callable[[int], RankGroup], cache: Path) -> 
         assert (found.aot, found.inductor) == (HIT, {"hit": 4})
         assert found.params == expected.params == plain[0].params
         assert found.launches == expected.launches
+
+
+def test_fake_tensors_are_stored_with_the_memory_they_share() -> None:
+    with FakeTensorMode() as mode:
+        base = torch.empty(7, dtype=torch.bfloat16)
+        stored = {
+            "base": base,
+            "view": base[2:6],
+            "transposed": torch.empty(2, 3).t(),
+            "scalar": torch.empty((), dtype=torch.int64),
+            "empty": torch.empty(0, 4),
+            "leaf": torch.empty(3, requires_grad=True),
+        }
+    content = _compat.dump_graph(stored)
+    fresh = FakeTensorMode()
+    with tracing(TracingContext(fresh)):
+        found = _compat.load_graph(content)
+    for name, tensor in stored.items():
+        other = found[name]
+        assert isinstance(other, FakeTensor), name
+        assert other.fake_mode is fresh is not mode, name
+        for what in ("dtype", "shape", "device", "requires_grad", "layout"):
+            assert getattr(other, what) == getattr(tensor, what), (name, what)
+        assert other.stride() == tensor.stride(), name
+        assert other.storage_offset() == tensor.storage_offset(), name
+        assert other.untyped_storage().nbytes() == tensor.untyped_storage().nbytes(), name
+    assert _compat.storage_key(found["base"]) == _compat.storage_key(found["view"])
+    assert len({_compat.storage_key(tensor) for tensor in found.values()}) == len(found) - 1
