@@ -53,10 +53,11 @@ class LeafHooks:
         self._quiet_params += tuple(self._params[param] for param in self._groups[group])
         for param in self._groups[group]:
             self._hooks.pop(param).remove()
-            # A node that ever had a hook calls into Python for ever. The next graph makes another one, unless a graph
-            # that is still there holds this one.
-            self.nodes[param] = None
-            self.nodes[param] = _leaf_node(self._params[param])
+            # A node that ever had a hook calls into Python for ever. So another one is made, unless a graph that is
+            # still there holds this one. A parameter that is frozen for now keeps its own.
+            if self._params[param].requires_grad:
+                self.nodes[param] = None
+                self.nodes[param] = _leaf_node(self._params[param])
 
     def wake(self, group: int) -> None:
         """Something outside graphs may give gradients to the bucket group, from now on."""
@@ -64,8 +65,7 @@ class LeafHooks:
         if group not in self.quiet:
             return
         self.quiet.discard(group)
-        own = [self._params[param] for param in self._groups[group]]
-        self._quiet_params = tuple(param for param in self._quiet_params if not any(param is each for each in own))
+        self._quiet_params = tuple(self._params[param] for each in self.quiet for param in self._groups[each])
         for param in self._groups[group]:
             self._hook(param)
 

@@ -244,6 +244,18 @@ def test_renewed_nodes(run: Run) -> None:
     assert run.quiet == set()
 
 
+def test_a_parameter_that_is_frozen_for_the_first_step(run: Run) -> None:
+    for model in (run.model, run.plain):
+        model.fc2.weight.requires_grad_(False)
+    run.loss(run.call).backward()
+    run.next()
+    for model in (run.model, run.plain):
+        model.fc2.weight.requires_grad_(True)
+    run.step()
+    run.buf.renew_hooks()
+    run.step()
+
+
 def test_detached_models_have_no_hooks(run: Run) -> None:
     run.step()
     run.buf.detach()
