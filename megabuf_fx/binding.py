@@ -8,13 +8,13 @@ of attached parameters and holds their plan and the variants compiled for them; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import megabuf_fx._compat as _compat
 from megabuf_fx.runtime.model_buffers import ModelBuffers
 from megabuf_fx.runtime.ops import live_targets
-from megabuf_fx.runtime.plan import GraphParam, GraphPlan, GraphWrites, Role, plan_graph
+from megabuf_fx.runtime.plan import GraphParam, GraphPlan, GraphWrites, Role, plan_graph, plan_writes
 
 BindingKey = tuple[tuple[int, int, bool] | None, ...]
 """``(handle, param, is_hooked)`` of each argument, None where it is not attached; unattached tensors are all alike to a
@@ -41,8 +41,18 @@ class Binding:
         self._is_hushed = False
         self.writes: GraphWrites | None = None
         """What its backward writes; known once AOTAutograd has made that graph."""
+        self.completed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        """Handle id of each model, and its bucket groups that the graph covers and writes; known with ``writes``."""
         self.forward: Callable[[list[Any]], Any] | None = None
         self.backwards: dict[Role, Callable[[list[Any]], Any]] = {}
+
+    def set_writes(self, params: Iterable[GraphParam]) -> None:
+        """The backward gives gradients to ``params``."""
+        self.writes = plan_writes(params)
+        written = set(self.writes.groups)
+        self.completed = tuple(
+            (handle, tuple(group for group in groups if (handle, group) in written)) for handle, groups in self.covered
+        )
 
     def hush(self) -> None:
         """A forward with gradient is about to run, so a backward writes the gradients of what the graph covers."""

@@ -28,7 +28,7 @@ from megabuf_fx.passes.graph_utils import outputs, placeholders
 from megabuf_fx.pipeline import backward_passes, forward_passes
 from megabuf_fx.report import Boundary, boundaries_as_json, find_boundaries, plan_as_json, transport_as_json
 from megabuf_fx.runtime.model_buffers import ModelBuffers
-from megabuf_fx.runtime.plan import GraphParam, GraphWrites, Role, plan_writes
+from megabuf_fx.runtime.plan import GraphParam, GraphWrites, Role
 from megabuf_fx.runtime.profile import record_runs
 from megabuf_fx.runtime.roles import UNTOUCHED, choose_role
 from megabuf_fx.runtime.step_state import ForwardToken
@@ -191,7 +191,7 @@ class TracedGraph:
                 model.state.close_forward(token)
         results = variant(args)
         if accumulates:
-            for handle, groups in binding.covered:
+            for handle, groups in binding.completed:
                 binding.models[handle].writes.after_graph(groups)
         return results
 
@@ -225,7 +225,8 @@ class TracedGraph:
 
     def _writes(self, binding: Binding) -> GraphWrites:
         if binding.writes is None:
-            binding.writes = plan_writes(self._gradients(binding).values())
+            binding.set_writes(self._gradients(binding).values())
+            assert binding.writes is not None
         return binding.writes
 
     def _gradients(self, binding: Binding) -> dict[int, GraphParam]:

@@ -192,7 +192,8 @@ class GradWrites:
         return left
 
     def after_graph(self, groups: Iterable[int]) -> None:
-        """The backward of a graph that covers these bucket groups has run: start those for which no hook will."""
+        """The backward of a graph that covers and writes these bucket groups has run: start those for which no hook
+        will."""
         if self._state.no_sync_depth or not self._options.overlap_grad_reduce:
             return
         for group in groups:

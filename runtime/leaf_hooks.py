@@ -46,18 +46,19 @@ class LeafHooks:
             self._hook(param)
 
     def hush(self, group: int) -> None:
-        """A graph covers the bucket group: make it quiet, unless it was woken."""
+        """A graph covers the bucket group: make it quiet, unless it was woken or some of it is frozen for now."""
         if group in self._woken or group in self.quiet or self._call is None:
+            return
+        if not all(self._params[param].requires_grad for param in self._groups[group]):
             return
         self.quiet.add(group)
         self._quiet_params += tuple(self._params[param] for param in self._groups[group])
         for param in self._groups[group]:
             self._hooks.pop(param).remove()
             # A node that ever had a hook calls into Python for ever. So another one is made, unless a graph that is
-            # still there holds this one. A parameter that is frozen for now keeps its own.
-            if self._params[param].requires_grad:
-                self.nodes[param] = None
-                self.nodes[param] = _leaf_node(self._params[param])
+            # still there holds this one.
+            self.nodes[param] = None
+            self.nodes[param] = _leaf_node(self._params[param])
 
     def wake(self, group: int) -> None:
         """Something outside graphs may give gradients to the bucket group, from now on."""

@@ -248,11 +248,22 @@ def test_a_parameter_that_is_frozen_for_the_first_step(run: Run) -> None:
     for model in (run.model, run.plain):
         model.fc2.weight.requires_grad_(False)
     run.loss(run.call).backward()
+    assert run.quiet == set(range(run.count)) - {run.buf.buffers.group_of[2]}
     run.next()
     for model in (run.model, run.plain):
         model.fc2.weight.requires_grad_(True)
     run.step()
-    run.buf.renew_hooks()
+    assert run.quiet == set(range(run.count))
+
+
+def test_a_graph_through_a_frozen_model_starts_nothing(run: Run) -> None:
+    run.step()
+    run.model.requires_grad_(False)
+    x = batch(0, 0, 0, 8, 13).requires_grad_()
+    run.call(x).sum().backward()
+    assert x.grad is not None
+    run.model.requires_grad_(True)
+    assert not any(run.buf.buffers.reducer.is_started(group) for group in range(run.count))
     run.step()
 
 
