@@ -252,6 +252,7 @@ def test_a_parameter_that_is_frozen_for_the_first_step(run: Run) -> None:
     run.next()
     for model in (run.model, run.plain):
         model.fc2.weight.requires_grad_(True)
+    fresh_compiler()  # torch 2.11 does not compile again by itself, so a plainly compiled model gets no gradient either
     run.step()
     assert run.quiet == set(range(run.count))
 
