@@ -26,6 +26,8 @@ from megabuf_fx.runtime.transports import ReduceScatter
 class _NamedFailure:
     """Says of a failing collective which bucket group it carried, and in which step (counted from ``attach``)."""
 
+    # Not made of a generator, which takes several times as long: it is entered for every bucket.
+
     def __init__(self, plan: BucketPlan, group: int, step: int, what: str) -> None:
         self._about = (plan, group, step, what)
 

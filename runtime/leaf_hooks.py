@@ -5,7 +5,8 @@ A hook on an AccumulateGrad node runs in every backward that reaches its paramet
 written the gradient and autograd gets none; that takes a microsecond and more for each parameter. So the bucket groups
 that a graph covers are *quiet*: they have no hooks, and the graph, or the host directly after it, starts the reduction.
 Should code outside graphs differentiate such a parameter, its gradient is left in ``.grad``. It is found there before
-the next graph writes gradients, or when the step ends, and the group is woken: hooks again, for good.
+the next graph writes gradients, or when the step ends, and the group is woken: hooks again, for good. Where ``.grad``
+is published after the reduction, hooks do that, and no group is quiet.
 """
 
 from __future__ import annotations

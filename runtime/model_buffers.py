@@ -406,7 +406,7 @@ class ModelBuffers:
     @gather_phases.setter
     def gather_phases(self, phases: Sequence[ParamPhase]) -> None:
         assert self.gatherer is not None
-        self.gatherer.phases = list(phases)
+        self.gatherer.phases = phases
 
     def sync_params(self) -> None:
         """Make every parameter current."""
